@@ -1,0 +1,199 @@
+"""`kvlens demo`: engine, observer, synthetic users and the terminal dashboard in one go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvlens import KvlensError
+from kvlens.cli.processes import Served
+from kvlens.cli.users import SyntheticUsers, UsersConfig, UserTotals
+from kvlens.observer.schema import EngineState, Finding, State
+
+# Small enough that the cache evicts and long prompts come in chunks within seconds.
+ENGINE_OPTIONS = ("--pool-slots", "6144", "--page-size", "16", "--chunked-prefill-size", "128", "--max-running", "16")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig:
+    """What the demo runs and for how long."""
+
+    headless: bool = False
+    seconds: float | None = None
+    """None: until the dashboard is closed, or 20 when headless."""
+    fault: str | None = None
+    """Switched on once, a quarter into the run."""
+    users: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The two processes of a running demo."""
+
+    engine: Served
+    observer: Served
+
+
+@contextlib.contextmanager
+def stage() -> Iterator[Stage]:
+    """Engine and observer on free ports, with a ring and a store of their own."""
+    with tempfile.TemporaryDirectory(prefix="kvlens-demo-") as home, contextlib.ExitStack() as stack:
+        ring, store = Path(home) / "demo.ring", Path(home) / "findings.db"
+        serve = ["serve", "--port", "0", "--engine-name", "demo", "--ring", str(ring), "--allow-faults"]
+        engine = stack.enter_context(Served("the engine", [*serve, *ENGINE_OPTIONS], Path(home) / "engine.log"))
+        observe = ["observe", "--port", "0", "--ring", str(ring), "--store", str(store)]
+        observer = stack.enter_context(Served("the observer", observe, Path(home) / "observer.log"))
+        yield Stage(engine, observer)
+
+
+class HeadlessRun:
+    """Users against a stage for a fixed time, and what the observer saw of it."""
+
+    def __init__(self, stage: Stage, config: DemoConfig) -> None:
+        self._stage = stage
+        self._config = config
+        self._seconds = config.seconds if config.seconds is not None else 20.0
+
+    async def run(self) -> dict[str, Any]:
+        """The summary, with the keys of `kvlens demo --json`."""
+        stop = asyncio.Event()
+        users = SyntheticUsers(UsersConfig(self._stage.engine.url, users=self._config.users))
+        asking = asyncio.create_task(users.run(stop))
+        async with aiohttp.ClientSession() as session:
+            started = time.monotonic()
+            await asyncio.sleep(self._seconds / 4)
+            if self._config.fault:
+                await switch_fault(session, self._stage.engine.url, self._config.fault)
+            await asyncio.sleep(self._seconds * 3 / 4)
+            stop.set()
+            totals = await asking
+            elapsed = time.monotonic() - started
+            engine = await self._settled(session)
+            findings = await _get(session, f"{self._stage.observer.url}/api/v1/findings")
+        return summary(engine, msgspec.convert(findings["findings"], list[Finding]), totals, elapsed)
+
+    async def _settled(self, session: aiohttp.ClientSession) -> EngineState:
+        """The engine's state once it is idle and an idle audit has been seen; the last one after 30 s."""
+        idle_since: float | None = None
+        for _ in range(300):
+            self._stage.engine.check()
+            self._stage.observer.check()
+            state = msgspec.convert(await _get(session, f"{self._stage.observer.url}/api/v1/state"), State)
+            if not state.engines:
+                raise KvlensError("the observer saw no frame from the engine")
+            engine = state.engines[0]
+            if engine.running or engine.waiting or any(engine.live.values()):
+                idle_since = None
+            elif idle_since is None:
+                idle_since = engine.updated_at
+            elif engine.updated_at > idle_since + 1.0:
+                break
+            await asyncio.sleep(0.1)
+        return engine
+
+
+def summary(engine: EngineState, findings: list[Finding], users: UserTotals, elapsed: float) -> dict[str, Any]:
+    """One run as plain data. `elapsed` is seconds, from the first request to the last answer."""
+    tallies = engine.tallies
+    return {
+        "steps": engine.step,
+        "seconds": round(elapsed, 1),
+        "requests": {
+            "finished": tallies.requests.get("stop", 0) + tallies.requests.get("length", 0),
+            "aborted": tallies.requests.get("abort", 0),
+            "retracted": tallies.retractions,
+        },
+        "tokens_per_second": round(tallies.generated_tokens / elapsed, 1),
+        "pools": msgspec.to_builtins(engine.pools),
+        "allocated_tokens_max": engine.allocated_tokens_max,
+        "committed_tokens_max": engine.committed_tokens_max,
+        "assertions": {check: count for check, count in tallies.assertions.items() if count},
+        "findings": msgspec.to_builtins(findings),
+        "frames": {"published": tallies.frames + tallies.frames_lost, "lost": tallies.frames_lost},
+        "users": {
+            "sent": users.sent,
+            "answered": users.answered,
+            "hung_up": users.hung_up,
+            "refused": users.refused,
+            "errors": users.errors,
+        },
+    }
+
+
+def summary_lines(result: dict[str, Any]) -> Iterator[str]:
+    """The same for people."""
+    requests, frames = result["requests"], result["frames"]
+    yield (
+        f"{result['steps']:,} steps in {result['seconds']} s, {result['tokens_per_second']:,} tokens/s; requests: "
+        f"{requests['finished']:,} finished, {requests['aborted']:,} aborted, {requests['retracted']:,} retracted"
+    )
+    for pool in result["pools"]:
+        states = " + ".join(
+            f"{name} {pool[name]:,}" for name in ("free", "evictable", "protected", "private", "session", "unaccounted")
+        )
+        yield f"{pool['pool']}: size {pool['size_slots']:,} = {states}"
+    yield (
+        f"at most {result['allocated_tokens_max']:,} tokens allocated, {result['committed_tokens_max']:,} committed; "
+        f"{frames['published']:,} frames, {frames['lost']:,} lost"
+    )
+    yield from (f"assertion {check}: {count:,}" for check, count in result["assertions"].items())
+    if not result["findings"]:
+        yield "no finding: every slot is accounted for"
+    yield from (f"{found['severity']} {found['kind']}: {found['summary']}" for found in result["findings"])
+    yield from (f"a user saw: {error}" for error in result["users"]["errors"])
+
+
+async def switch_fault(session: aiohttp.ClientSession, engine_url: str, name: str, times: int | None = 1) -> None:
+    """Raises KvlensError when the engine refuses."""
+    async with session.post(f"{engine_url}/faults/{name}", json={"enabled": True, "times": times}) as response:
+        if response.status != 200:
+            raise KvlensError(f"the engine refused fault {name}: HTTP {response.status} {await response.text()}")
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> Any:
+    async with session.get(url) as response:
+        response.raise_for_status()
+        return msgspec.json.decode(await response.read())
+
+
+class BackgroundUsers:
+    """Users on a thread of their own, so that the dashboard keeps its loop."""
+
+    def __init__(self, stage: Stage, config: DemoConfig) -> None:
+        self._stage, self._config = stage, config
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="users", daemon=True)
+
+    def __enter__(self) -> BackgroundUsers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._ask())
+
+    async def _ask(self) -> None:
+        users = SyntheticUsers(UsersConfig(self._stage.engine.url, users=self._config.users))
+        asking = asyncio.ensure_future(users.run(self._stop))
+        if self._config.fault:
+            await asyncio.sleep(5)
+            async with aiohttp.ClientSession() as session:
+                await switch_fault(session, self._stage.engine.url, self._config.fault)
+        await self._stop.wait()
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
