@@ -61,7 +61,7 @@ dashboards: .venv/dev.stamp
 lock: .venv/dev.stamp
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/uv pip compile -q --universal --python-version 3.10 --all-extras --no-annotate --no-header --no-emit-index-url \
-	  --override <(echo '$(TORCH)') pyproject.toml -o constraints.txt
+	  --override <(echo '$(TORCH)') pyproject.toml | grep -vE '^(torch|triton|nvidia-|cuda-)' > constraints.txt
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

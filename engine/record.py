@@ -1,4 +1,4 @@
-"""The KV record and the request that carries it: what is held, and by whom. Imports without torch.
+"""The KV record and the request that carries it: what is held, and by whom. Imports without torch and numpy.
 
 Lengths of all held rows live in one table, `int32 [4, rows + 1]`, owned by the row pool; a record that holds a row is a
 view of one column of it. So the engine changes the lengths of a whole batch, and the probe sums them, in one operation,
@@ -7,13 +7,13 @@ and there is still only one place where a length is written down. A record witho
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 PROTECTED: Final = 0
@@ -41,7 +41,7 @@ class ReqKvInfo:
 
     def __init__(self) -> None:
         self._row: int | None = None
-        self._lengths: NDArray[np.int32] = np.zeros(LENGTHS, np.int32)
+        self._lengths: NDArray[np.int32] | array[int] = array("i", bytes(4 * LENGTHS))
         self.generation = 0
         """Hand-outs of the row up to the one this record got; (row, generation) names a tenancy."""
 
@@ -119,8 +119,9 @@ class ReqKvInfo:
     def unbind(self) -> None:
         """Give the row up: the lengths move back into the record, and the table's column becomes zero."""
         column = self._lengths
-        self._lengths = column.copy()
-        column[:] = 0
+        self._lengths = array("i", column.tolist())
+        for length in range(LENGTHS):
+            column[length] = 0
         self._row = None
 
     def mark_kv_released(self) -> None:
@@ -191,7 +192,7 @@ class Req:
 
     kv: ReqKvInfo = field(default_factory=ReqKvInfo)
     output_ids: list[int] = field(default_factory=list)
-    prefix_indices: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    prefix_indices: NDArray[np.int64] = field(default_factory=lambda: _no_slots())
     """Slots of the positions already computed: what the next extend continues."""
     last_node: Any = None
     """The cache's node this request holds a lock on, or None."""
@@ -223,8 +224,14 @@ class Req:
         if self.kv.holds_kv:
             raise ValueError(f"request {self.rid} still holds row {self.kv.req_pool_idx}: release it before a retraction")
         self.kv = ReqKvInfo()
-        self.prefix_indices = np.empty(0, np.int64)
+        self.prefix_indices = _no_slots()
         self.last_node = None
         self.extend_start = self.extend_end = 0
         self.phase = Phase.WAITING
         self.retractions += 1
+
+
+def _no_slots() -> NDArray[np.int64]:
+    import numpy as np  # here, because the observer reads the names above without it
+
+    return np.empty(0, np.int64)
