@@ -73,8 +73,9 @@ class CHECKS:
 class Contracts:
     """Asks checks, and tells the probe about each that fails."""
 
-    def __init__(self, mode: Mode = Mode.REPORT, probe: Probe | None = None,
-                 step: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, mode: Mode = Mode.REPORT, probe: Probe | None = None, step: Callable[[], int] = lambda: 0
+    ) -> None:
         self.mode = mode
         self._probe = probe
         self._step = step
@@ -115,4 +116,6 @@ class Contracts:
         if self.mode is Mode.STRICT:
             numbers = ", ".join(f"{name} {value:,}" for name, value in facts.items())
             about = f" ({numbers})" if numbers else ""
-            raise KvContractError(check, f"{check.description}{about} {hint}".rstrip() + (f" [{record}]" if record else ""))
+            raise KvContractError(
+                check, f"{check.description}{about} {hint}".rstrip() + (f" [{record}]" if record else "")
+            )

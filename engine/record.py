@@ -119,9 +119,13 @@ class ReqKvInfo:
     def unbind(self) -> None:
         """Give the row up: the lengths move back into the record, and the table's column becomes zero."""
         column = self._lengths
-        self._lengths = array("i", column.tolist())
+        self.disown()
         for length in range(LENGTHS):
             column[length] = 0
+
+    def disown(self) -> None:
+        """Lose a row that may be another's by now: the lengths are copied out, and the table is not touched."""
+        self._lengths = array("i", self._lengths.tolist())
         self._row = None
 
     def mark_kv_released(self) -> None:
@@ -189,6 +193,8 @@ class Req:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     trace: str | None = None
     """The caller's `traceparent`, as received."""
+    namespace: str | None = None
+    """Requests of different namespaces share no cached prefix."""
 
     kv: ReqKvInfo = field(default_factory=ReqKvInfo)
     output_ids: list[int] = field(default_factory=list)
@@ -216,17 +222,25 @@ class Req:
     def seq_len(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 
+    def restart(self) -> None:
+        """Forget what was computed: the next extend begins at position 0. The record keeps its row, if it has one."""
+        self.prefix_indices = _no_slots()
+        self.last_node = None
+        self.extend_start = 0
+        self.kv.cache_protected_len = 0
+
     def reset_for_retract(self) -> None:
         """Back to a waiting request without KV; its output stays, and is prefilled again with the prompt.
 
         Raises ValueError if a row is still held.
         """
         if self.kv.holds_kv:
-            raise ValueError(f"request {self.rid} still holds row {self.kv.req_pool_idx}: release it before a retraction")
+            raise ValueError(
+                f"request {self.rid} still holds row {self.kv.req_pool_idx}: release it before a retraction"
+            )
         self.kv = ReqKvInfo()
-        self.prefix_indices = _no_slots()
-        self.last_node = None
-        self.extend_start = self.extend_end = 0
+        self.restart()
+        self.extend_end = 0
         self.phase = Phase.WAITING
         self.retractions += 1
 

@@ -178,8 +178,10 @@ def train(text: Path, out: Path, steps: int, seed: int) -> None:
             nats = held_out_nats(model, held_out, 256)
             bits = nats / math.log(2) / bytes_per_token
             seconds = time.monotonic() - started
-            print(f"step {step} loss {loss.item():.3f} held-out {nats:.4f} nats {bits:.4f} bits/byte {seconds:.0f} s",
-                  flush=True)
+            print(
+                f"step {step} loss {loss.item():.3f} held-out {nats:.4f} nats {bits:.4f} bits/byte {seconds:.0f} s",
+                flush=True,
+            )
             save(model, tokenizer, out, steps=step + 1, nats=nats, bits=bits)
 
 
