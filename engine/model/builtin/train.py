@@ -53,7 +53,7 @@ def encode(tokenizer: Tokenizer, text: str) -> torch.Tensor:
     end = tokenizer.token_to_id(END)
     ids: list[int] = []
     for chapter in chapters(text):
-        ids += tokenizer.encode(chapter + "\n").ids + [end]
+        ids += [*tokenizer.encode(chapter + "\n").ids, end]
     return torch.tensor(ids)
 
 
