@@ -52,8 +52,8 @@ class KvMemory:
         private = self.slots.size - free - evictable - protected
         return KvOutOfMemory(
             f"{wanted} do not fit: size {self.slots.size:,} = free {free:,} + evictable {evictable:,} + protected "
-            f"{protected:,} + private {private:,} slots; rows {self.rows.available_size():,} free of {self.rows.size:,}. "
-            "Admission should have prevented this: lower --max-running, or raise --pool-slots"
+            f"{protected:,} + private {private:,} slots; rows {self.rows.available_size():,} free of "
+            f"{self.rows.size:,}. Admission should have prevented this: lower --max-running, or raise --pool-slots"
         )
 
     def clear(self) -> None:

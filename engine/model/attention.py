@@ -64,7 +64,7 @@ class PrefillAttention:
         self._pool.set_kv_buffer(layer, self._out_slots, key, value)
         keys, values = self._pool.key(layer), self._pool.value(layer)
         parts: list[Tensor] = []
-        for q, held, mask in zip(query.split(self._new), self._slots, self._masks, strict=True):
+        for q, held, mask in zip(torch.split(query, self._new), self._slots, self._masks, strict=True):
             out = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None],
                 keys.index_select(0, held).transpose(0, 1)[None],

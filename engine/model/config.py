@@ -19,7 +19,7 @@ class ModelError(KvlensError):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a decoder with rotary positions, grouped-query attention, RMS norms and a gated MLP. Sizes are elements."""
+    """Shape of a decoder: rotary positions, grouped-query attention, RMS norms, a gated MLP. Sizes are elements."""
 
     architecture: str
     vocab_size: int

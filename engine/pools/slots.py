@@ -33,7 +33,7 @@ class FreeRing:
         """The first `count` ids; the caller has checked that there are as many."""
         end = self._head + count
         if end <= self._capacity:
-            taken = self._ids[self._head : end].copy()
+            taken: NDArray[np.int64] = self._ids[self._head : end].copy()
         else:
             taken = np.concatenate((self._ids[self._head :], self._ids[: end - self._capacity]))
         self._head = end % self._capacity

@@ -89,7 +89,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self.live
+        """Nobody is here, and every end has been told."""
+        return not self.live and not self._outputs
 
     def add(self, req: Req) -> None:
         """Queue a request."""

@@ -77,7 +77,8 @@ class SchedulerView:
         return self._memory.rows.tenants
 
     def row_slots(self, row: int) -> NDArray[np.int64]:
-        return self._memory.rows.req_to_token[row].astype(np.int64)
+        slots: NDArray[np.int64] = self._memory.rows.req_to_token[row].astype(np.int64)
+        return slots
 
     @property
     def waiting(self) -> int:

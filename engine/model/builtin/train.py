@@ -50,10 +50,9 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> torch.Tensor:
-    end = tokenizer.token_to_id(END)
     ids: list[int] = []
     for chapter in chapters(text):
-        ids += [*tokenizer.encode(chapter + "\n").ids, end]
+        ids += tokenizer.encode(f"{chapter}\n{END}").ids
     return torch.tensor(ids)
 
 
@@ -100,8 +99,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """The nearest semi-orthogonal matrix, roughly: singular values end in about [0.7, 1.2]."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix / (matrix.norm() + 1e-7)
-    wide = x if x.shape[0] <= x.shape[1] else x.T
+    x: torch.Tensor = matrix / (matrix.norm() + 1e-7)
+    wide: torch.Tensor = x if x.shape[0] <= x.shape[1] else x.T
     for _ in range(5):
         square = wide @ wide.T
         wide = a * wide + (b * square + c * square @ square) @ wide
