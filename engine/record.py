@@ -150,6 +150,8 @@ class Phase(IntEnum):
     RUNNING = 3
     FINISHED = 4
     ABORTED = 5
+    ORPHAN = 6
+    """No request is ever in it: the probe gives it to a row that is taken, and that nobody in queue or batch holds."""
 
 
 class FinishReason:

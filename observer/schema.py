@@ -326,6 +326,11 @@ class LedgerEvent(msgspec.Struct, frozen=True):
 def trace_id_of(traceparent: str | None) -> str | None:
     """The 32 hex digits of a W3C `traceparent`, or None if it is absent or malformed."""
     parts = (traceparent or "").split("-")
-    if len(parts) >= 4 and len(parts[1]) == 32 and all(c in "0123456789abcdef" for c in parts[1]) and set(parts[1]) != {"0"}:
+    if (
+        len(parts) >= 4
+        and len(parts[1]) == 32
+        and all(c in "0123456789abcdef" for c in parts[1])
+        and set(parts[1]) != {"0"}
+    ):
         return parts[1]
     return None

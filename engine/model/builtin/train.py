@@ -174,7 +174,7 @@ def train(text: Path, out: Path, steps: int, seed: int) -> None:
             opt.step()
             opt.zero_grad(set_to_none=True)
         if step % 100 == 0 or step == steps - 1:
-            nats = held_out_nats(model, held_out, 256)
+            nats = held_out_nats(model, held_out, CONTEXT)
             bits = nats / math.log(2) / bytes_per_token
             seconds = time.monotonic() - started
             print(

@@ -1,0 +1,294 @@
+"""PoolStatsObserver: reads the KV records at each quiet moment, balances every pool, and publishes frames."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from kvlens.engine.contracts import CHECKS, Check
+from kvlens.engine.probe import (
+    AbortRequested,
+    AnyEvent,
+    CacheFlushed,
+    CheckFailed,
+    RequestFinished,
+    RequestQueued,
+    RequestRetracted,
+    RowReturned,
+    RowTaken,
+)
+from kvlens.engine.record import ALLOCATED, COMMITTED, PROTECTED, Phase
+from kvlens.observer.census import take_census
+from kvlens.observer.frames import encode
+from kvlens.observer.schema import Frame, Identity, PoolAccount, RowColumns
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvlens.engine.probe import EngineView, Holders, PoolView
+
+_MS = 1_000_000
+_BALANCES = {"rows": CHECKS.row_pool_balances, "full": CHECKS.full_pool_balances}
+_URGENT = frozenset({AbortRequested, CacheFlushed, CheckFailed, RequestFinished, RequestRetracted})
+
+
+def active_pool_idxs(view: EngineView) -> NDArray[np.int64]:
+    """Rows held by whoever is in a queue or a batch, ascending."""
+    return np.sort(view.holders().rows)
+
+
+class PoolStatsObserver:
+    """A probe. Every step it asks the records of the holders what they hold, and compares the sum with the pools.
+
+    Steps within `coalesce_ms` share a frame, unless one has something urgent. A balance that is off is told in that very
+    step, with a census and a key frame; once for each amount, however long it stands.
+    """
+
+    KEY_NS = 1_000 * _MS
+    ALARM_NS = 100 * _MS
+    CENSUS_NS = 5_000 * _MS
+
+    def __init__(
+        self,
+        write: Callable[[bytes], object],
+        identity: Identity,
+        *,
+        coalesce_ms: float = 5.0,
+        largest: int = 1 << 22,
+        close: Callable[[], None] = lambda: None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """write: takes one encoded frame, at most `largest` bytes; close: called when the engine stops cleanly."""
+        self._write = write
+        self._identity = identity
+        self._coalesce_ns = int(coalesce_ms * _MS)
+        self._largest = largest
+        self._close = close
+        self._clock = clock
+        self._events: list[AnyEvent] = []
+        self._urgent = False
+        self._alarm = False
+        self._names: dict[int, tuple[int, str, str | None]] = {}
+        self._tenants: dict[int, tuple[int, str, str | None]] = {}
+        self._residuals: dict[str, int] = {}
+        self._first_step = -1
+        self._framed = self._keyed = self._censused = -(1 << 62)
+        self._mode = ""
+        self._probe_ns = 0
+        self._dropped = 0
+        self._last: Frame | None = None
+        self._follow: dict[type, Callable[[Any], None]] = {
+            RequestQueued: self._queued,
+            RequestFinished: self._finished,
+            RowTaken: self._taken,
+            RowReturned: self._returned,
+            CheckFailed: self._failed,
+        }
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def emit(self, event: AnyEvent) -> None:
+        kind = type(event)
+        self._events.append(event)
+        if kind in _URGENT:
+            self._urgent = True
+        follow = self._follow.get(kind)
+        if follow is not None:
+            follow(event)
+
+    def _queued(self, event: RequestQueued) -> None:
+        self._names[event.request] = (event.request, event.rid, event.trace)
+
+    def _finished(self, event: RequestFinished) -> None:
+        self._names.pop(event.request, None)
+
+    def _taken(self, event: RowTaken) -> None:
+        name = self._names.get(event.request)
+        if name is not None:
+            self._tenants[event.row] = name
+
+    def _returned(self, event: RowReturned) -> None:
+        self._tenants.pop(event.row, None)
+
+    def _failed(self, event: CheckFailed) -> None:
+        """Published before the caller goes on: in strict mode it raises next, and no quiet moment comes."""
+        self._alarm = True
+        self._publish_between()
+
+    def _publish_between(self) -> None:
+        """Tell the events now, beside the accounts of the last quiet moment."""
+        last = self._last
+        if last is None:
+            return
+        self._publish(
+            self._clock(), last.last_step, last.last_step, last.mode, last.running, last.waiting, last.accounts,
+            (last.allocated_tokens, last.committed_tokens), None,
+        )  # fmt: skip
+
+    # -- quiet moments ----------------------------------------------------------------------------------------------
+
+    def step(self, view: EngineView) -> None:
+        started = self._clock()
+        holders = view.holders()
+        lengths = view.lengths.take(holders.rows, axis=1)
+        accounts = [self._rows_account(view, holders)]
+        accounts += [self._account(pool, lengths) for pool in view.pools]
+        self._balance(view, accounts, lengths)
+        if self._first_step < 0:
+            self._first_step = view.step
+        turned_idle = view.mode == "idle" != self._mode
+        self._census_when_due(view, started, turned_idle)
+        since_key = started - self._keyed
+        key = since_key >= self.KEY_NS or turned_idle or (self._alarm and since_key >= self.ALARM_NS)
+        if key or self._urgent or started - self._framed >= self._coalesce_ns:
+            self._mode = view.mode
+            self._publish(
+                started, self._first_step, view.step, view.mode, len(holders.rows), view.waiting, accounts,
+                (int(lengths[ALLOCATED].sum()), int(lengths[COMMITTED].sum())), view if key else None,
+            )  # fmt: skip
+        self._probe_ns += self._clock() - started
+
+    def close(self) -> None:
+        """What is still untold is published, and the recorder says that this end was clean."""
+        if self._events:
+            self._publish_between()
+        self._close()
+
+    # -- accounts ---------------------------------------------------------------------------------------------------
+
+    def _rows_account(self, view: EngineView, holders: Holders) -> PoolAccount:
+        return PoolAccount("rows", view.row_size, view.free_row_count, 0, 0, len(holders.rows), 0)
+
+    def _account(self, pool: PoolView, lengths: NDArray[np.int32]) -> PoolAccount:
+        page = pool.page_size
+        # ceil(A) - P, summed over the holders.
+        private = int((-(-lengths[ALLOCATED] // page) * page - lengths[PROTECTED]).sum())
+        return PoolAccount(pool.name, pool.size, pool.free(), pool.evictable(), pool.protected(), private, 0)
+
+    def _balance(self, view: EngineView, accounts: list[PoolAccount], lengths: NDArray[np.int32]) -> None:
+        off = False
+        for account in accounts:
+            residual = account.unaccounted
+            if residual != self._residuals.get(account.pool, 0):
+                self._residuals[account.pool] = residual
+                off = True
+                if residual:
+                    self._report(view, _BALANCES[account.pool], account.pool, residual, account)
+        if (lengths[COMMITTED] < lengths[PROTECTED]).any() or (lengths[COMMITTED] > lengths[ALLOCATED]).any():
+            self._report_lengths(view)
+        if off:
+            self._take_census(view)
+
+    def _report(self, view: EngineView, check: Check, pool: str, residual: int, account: PoolAccount) -> None:
+        facts = {
+            "residual": residual, "size": account.size, "free": account.free, "evictable": account.evictable,
+            "protected": account.protected, "private": account.private, "session": account.session,
+        }  # fmt: skip
+        self._tell(self._check_failed(view, check, f"pool {pool}", facts))
+
+    def _tell(self, event: CheckFailed) -> None:
+        self._events.append(event)
+        self._urgent = self._alarm = True
+
+    def _report_lengths(self, view: EngineView) -> None:
+        rows = view.holders().rows
+        protected, committed, allocated = view.lengths[:3, rows]
+        row = int(rows[np.flatnonzero((committed < protected) | (committed > allocated))[0]])
+        facts = {name: int(value) for name, value in zip(("P", "C", "A"), view.lengths[:3, row], strict=True)}
+        if self._residuals.get(f"lengths of {row}") != hash(tuple(facts.values())):
+            self._residuals[f"lengths of {row}"] = hash(tuple(facts.values()))
+            self._tell(self._check_failed(view, CHECKS.committed_within_allocated, f"row {row}", facts, row))
+
+    def _check_failed(
+        self, view: EngineView, check: Check, hint: str, facts: dict[str, int], row: int = -1
+    ) -> CheckFailed:
+        lengths = view.lengths[:3, row].tolist() if row > 0 else [-1, -1, -1]
+        return CheckFailed(
+            at_ns=self._clock(), step=view.step, check=check.name,
+            request=int(view.tenants[row]) if row > 0 else 0, row=row,
+            generation=int(view.generations[row]) if row > 0 else -1,
+            protected_tokens=lengths[PROTECTED], committed_tokens=lengths[COMMITTED],
+            allocated_tokens=lengths[ALLOCATED], hint=hint, facts=facts,
+        )  # fmt: skip
+
+    # -- census -----------------------------------------------------------------------------------------------------
+
+    def _census_when_due(self, view: EngineView, now: int, turned_idle: bool) -> None:
+        if now - self._censused >= self.CENSUS_NS or (turned_idle and now - self._censused >= self.KEY_NS):
+            self._take_census(view)
+
+    def _take_census(self, view: EngineView) -> None:
+        self._censused = self._clock()
+        for pool in view.pools:
+            census = take_census(view, pool)
+            self._events.append(census)
+            both = sum(part.end - part.start for part in (*census.held_and_free, *census.held_twice))
+            if both != self._residuals.get(f"both in {pool.name}", 0):
+                self._residuals[f"both in {pool.name}"] = both
+                if both:
+                    facts = {"slots": both}
+                    self._tell(self._check_failed(view, CHECKS.no_held_slot_is_free, pool.name, facts))
+
+    # -- frames -----------------------------------------------------------------------------------------------------
+
+    def _publish(
+        self,
+        now: int,
+        first_step: int,
+        last_step: int,
+        mode: str,
+        running: int,
+        waiting: int,
+        accounts: list[PoolAccount],
+        tokens: tuple[int, int],
+        key_view: EngineView | None,
+    ) -> None:
+        """Write one frame with what happened since the last; a key frame when there is a view to take it from."""
+        frame = Frame(
+            first_step, last_step, now, time.time_ns(), mode, running, waiting, accounts, tokens[0], tokens[1],
+            self._events, self._dropped,
+            self._columns(key_view) if key_view is not None else None,
+            [*{**self._names, **{name[0]: name for name in self._tenants.values()}}.values()] if key_view else None,
+            self._identity if key_view is not None else None,
+            self._probe_ns,
+        )  # fmt: skip
+        payload = encode(frame)
+        if len(payload) > self._largest:
+            payload = self._cut(frame)
+        self._write(payload)
+        self._events = []
+        self._urgent = False
+        self._probe_ns = 0
+        self._first_step = -1
+        self._framed = now
+        if key_view is not None:
+            self._keyed = now
+            self._alarm = False
+        self._last = frame
+
+    def _cut(self, frame: Frame) -> bytes:
+        """The frame without its events, which are counted instead; the pool map goes with them."""
+        self._dropped += len(frame.events)
+        kept: list[AnyEvent] = [event for event in frame.events if isinstance(event, CheckFailed)]
+        return encode(msgspec.structs.replace(frame, events=kept[:16], dropped_events=self._dropped))
+
+    def _columns(self, view: EngineView) -> RowColumns:
+        """Every taken row: the holders', and those that nobody holds."""
+        holders = view.holders()
+        rows, phases, requests = holders.rows, holders.phases, holders.requests
+        if view.row_size - view.free_row_count != len(rows):
+            taken = np.setdiff1d(np.arange(1, view.row_size + 1), view.free_rows())
+            orphans = np.setdiff1d(taken, rows)
+            rows = np.concatenate((rows, orphans))
+            phases = np.concatenate((phases, np.full(len(orphans), Phase.ORPHAN, np.uint8)))
+            requests = np.concatenate((requests, view.tenants[orphans]))
+        lengths = view.lengths.take(rows, axis=1)
+        return RowColumns(
+            rows.astype("<i4").tobytes(), view.generations[rows].astype("<i4").tobytes(),
+            requests.astype("<i8").tobytes(), phases.tobytes(), lengths[PROTECTED].tobytes(),
+            lengths[COMMITTED].tobytes(), lengths[ALLOCATED].tobytes(),
+        )  # fmt: skip
