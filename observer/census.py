@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,7 @@ def _runs(slots: NDArray[np.int64], *labels: NDArray[np.int32]) -> Iterable[tupl
     for label in labels:
         cut |= np.diff(label[slots]) != 0
     edges = [0, *(np.flatnonzero(cut) + 1).tolist(), len(slots)]
-    yield from zip(edges, edges[1:], strict=False)
+    yield from itertools.pairwise(edges)
 
 
 def _ranges(view: EngineView, slots: NDArray[np.int64], owner_row: NDArray[np.int32]) -> Iterable[SlotRange]:

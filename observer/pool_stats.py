@@ -44,8 +44,8 @@ def active_pool_idxs(view: EngineView) -> NDArray[np.int64]:
 class PoolStatsObserver:
     """A probe. Every step it asks the records of the holders what they hold, and compares the sum with the pools.
 
-    Steps within `coalesce_ms` share a frame, unless one has something urgent. A balance that is off is told in that very
-    step, with a census and a key frame; once for each amount, however long it stands.
+    Steps within `coalesce_ms` share a frame, unless one has something urgent. A balance that is off is told in that
+    very step, with a census and a key frame; once for each amount, however long it stands.
     """
 
     KEY_NS = 1_000 * _MS
@@ -137,13 +137,13 @@ class PoolStatsObserver:
         lengths = view.lengths.take(holders.rows, axis=1)
         accounts = [self._rows_account(view, holders)]
         accounts += [self._account(pool, lengths) for pool in view.pools]
-        self._balance(view, accounts, lengths)
+        changed = self._balance(view, accounts, lengths)
         if self._first_step < 0:
             self._first_step = view.step
         turned_idle = view.mode == "idle" != self._mode
         self._census_when_due(view, started, turned_idle)
         since_key = started - self._keyed
-        key = since_key >= self.KEY_NS or turned_idle or (self._alarm and since_key >= self.ALARM_NS)
+        key = changed or turned_idle or since_key >= (self.ALARM_NS if self._alarm else self.KEY_NS)
         if key or self._urgent or started - self._framed >= self._coalesce_ns:
             self._mode = view.mode
             self._publish(
@@ -169,7 +169,8 @@ class PoolStatsObserver:
         private = int((-(-lengths[ALLOCATED] // page) * page - lengths[PROTECTED]).sum())
         return PoolAccount(pool.name, pool.size, pool.free(), pool.evictable(), pool.protected(), private, 0)
 
-    def _balance(self, view: EngineView, accounts: list[PoolAccount], lengths: NDArray[np.int32]) -> None:
+    def _balance(self, view: EngineView, accounts: list[PoolAccount], lengths: NDArray[np.int32]) -> bool:
+        """Tell each amount that is off once; True when one has changed, for better or worse."""
         off = False
         for account in accounts:
             residual = account.unaccounted
@@ -182,6 +183,7 @@ class PoolStatsObserver:
             self._report_lengths(view)
         if off:
             self._take_census(view)
+        return off
 
     def _report(self, view: EngineView, check: Check, pool: str, residual: int, account: PoolAccount) -> None:
         facts = {

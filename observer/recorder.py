@@ -4,10 +4,10 @@
     records  u32 length, u32 crc32 over (length, sequence, position, payload), u64 sequence from 1, u64 position,
              payload, padding to 16; a filler without sequence closes a lap
 
-Positions are bytes that only grow; a record lies at position modulo capacity. The writer moves `tail` past what it is
-about to overwrite, writes the record, then stores `head`: whatever instruction it dies at, everything between the two is
-complete. Readers copy with `pread`, so that a truncated file cannot kill them, and believe a copy only when its position
-and checksum are right: neither a stale lap nor a half-written record passes.
+Positions are bytes that only grow; a record lies at position modulo capacity. The writer moves `tail` past what it
+is about to overwrite, writes the record, then stores `head`: whatever instruction it dies at, everything between the
+two is complete. Readers copy with `pread`, so that a truncated file cannot kill them, and believe a copy only when its
+position and checksum are right: neither a stale lap nor a half-written record passes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,109 @@
+"""The life of a finding: it opens, is updated, is acknowledged, and resolves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+
+from kvlens.observer.rules.claim import Claim
+from kvlens.observer.schema import Finding, FindingState, Identity
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one comparison of claims with findings brought."""
+
+    opened: list[Finding] = field(default_factory=list)
+    updated: list[Finding] = field(default_factory=list)
+    resolved: list[Finding] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.opened or self.updated or self.resolved)
+
+    def all(self) -> list[Finding]:
+        return [*self.opened, *self.updated, *self.resolved]
+
+
+class FindingBook:
+    """Open findings of one engine instance, by (kind, subject). A fault keeps its id over restarts of the observer."""
+
+    def __init__(self, identity: Identity, stored: Iterable[tuple[str, Finding]] = ()) -> None:
+        """stored: subject and finding, as they were left open by an earlier observer of the same instance."""
+        self._identity = identity
+        self._open: dict[tuple[str, str], Finding] = {
+            (finding.kind.value, subject): finding for subject, finding in stored
+        }
+
+    def open(self) -> list[Finding]:
+        return list(self._open.values())
+
+    def subject_of(self, finding: Finding) -> str:
+        """What a finding of this book is about; what `stored` has to bring back."""
+        return next(key[1] for key, known in self._open.items() if known.id == finding.id)
+
+    def reconcile(self, claims: Iterable[Claim], now: float) -> Changes:
+        """Open what is new, update what has changed, resolve what no claim stands for any more."""
+        changes = Changes()
+        claimed: set[tuple[str, str]] = set()
+        for claim in claims:
+            key = (claim.kind.value, claim.subject)
+            claimed.add(key)
+            known = self._open.get(key)
+            finding = self._finding(claim, known, now)
+            if known is None:
+                changes.opened.append(finding)
+            elif finding != known:
+                changes.updated.append(finding)
+            self._open[key] = finding
+        for key in [key for key in self._open if key not in claimed]:
+            changes.resolved.append(resolved(self._open.pop(key), now))
+        return changes
+
+    def acknowledge(self, finding_id: str) -> Finding | None:
+        """Somebody is on it; None when no open finding has that id."""
+        for key, finding in self._open.items():
+            if finding.id == finding_id:
+                self._open[key] = msgspec.structs.replace(finding, state=FindingState.ACKNOWLEDGED)
+                return self._open[key]
+        return None
+
+    def _finding(self, claim: Claim, known: Finding | None, now: float) -> Finding:
+        opened_at, opened_step = (known.opened_at, known.opened_step) if known else (now, claim.step)
+        return Finding(
+            id=known.id if known else self._id(claim),
+            kind=claim.kind,
+            severity=claim.severity,
+            state=known.state if known else FindingState.OPEN,
+            engine=self._identity.name,
+            rank=self._identity.rank,
+            pool=claim.pool,
+            leaked_slots=claim.leaked_slots,
+            leaked_rows=claim.leaked_rows,
+            row=claim.row,
+            generation=claim.generation,
+            # What an earlier look knew of the owner is kept: a story may be forgotten before its leak is.
+            request_id=claim.request_id or (known.request_id if known else None),
+            trace_id=claim.trace_id or (known.trace_id if known else None),
+            opened_at=opened_at,
+            resolved_at=None,
+            opened_step=opened_step,
+            summary=claim.summary if claim.request_id or not known else known.summary,
+            evidence=claim.evidence,
+            runbook=claim.runbook_page,
+            accounts=list(claim.accounts),
+            slots=list(claim.slots),
+            last_event=claim.last_event or (known.last_event if known else None),
+            site=claim.site or (known.site if known else None),
+        )
+
+    def _id(self, claim: Claim) -> str:
+        """The same for the same fault, also when another observer reads the same frames."""
+        source = f"{self._identity.instance}/{self._identity.rank}/{claim.kind.value}/{claim.subject}/{claim.step}"
+        return blake2b(source.encode(), digest_size=6).hexdigest()
+
+
+def resolved(finding: Finding, now: float) -> Finding:
+    return msgspec.structs.replace(finding, state=FindingState.RESOLVED, resolved_at=now)
