@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -106,7 +106,7 @@ class Store:
             raise StoreError(f"findings cannot be written to {self.path}: {error}") from None
 
     @contextlib.contextmanager
-    def _transaction(self):  # type: ignore[no-untyped-def]
+    def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
