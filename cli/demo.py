@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import sys
 import tempfile
 import threading
 import time
@@ -14,8 +16,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import typer
 
 from kvlens import KvlensError
+from kvlens.cli.findings import fetch_findings, finding_line
 from kvlens.cli.processes import Served
 from kvlens.cli.users import SyntheticUsers, UsersConfig, UserTotals
 from kvlens.observer.schema import EngineState, Finding, State
@@ -197,3 +201,44 @@ class BackgroundUsers:
         asking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asking
+
+
+def run_demo(config: DemoConfig, *, as_json: bool) -> int:
+    """The exit code: 1 when there was a finding. Raises KvlensError."""
+    if not config.headless and not sys.stdout.isatty():
+        raise KvlensError("standard output is no terminal: use `kvlens demo --headless`, or --json")
+    _missing_engine()
+    typer.echo("starting engine and observer ...", err=True)
+    with stage() as running:
+        typer.echo(f"engine   {running.engine.url}\nobserver {running.observer.url}", err=True)
+        if config.headless:
+            result = asyncio.run(HeadlessRun(running, config).run())
+            if as_json:
+                typer.echo(msgspec.json.format(msgspec.json.encode(result)).decode())
+            else:
+                for line in summary_lines(result):
+                    typer.echo(line)
+            return int(bool(result["findings"]))
+        return _run_dashboard(running, config)
+
+
+def _missing_engine() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise KvlensError("the demo needs the engine: pip install 'kvlens[engine]'")
+
+
+def _run_dashboard(running: Stage, config: DemoConfig) -> int:
+    from kvlens.tui.app import KvlensApp
+    from kvlens.tui.client import ObserverClient
+
+    app = KvlensApp(ObserverClient(running.observer.url))
+    with BackgroundUsers(running, config):
+        if config.seconds is not None:
+            timer = threading.Timer(config.seconds, lambda: app.call_from_thread(app.exit))
+            timer.daemon = True
+            timer.start()
+        app.run()
+    findings = fetch_findings(running.observer.url, None)
+    for finding in findings:
+        typer.echo(finding_line(finding))
+    return int(bool(findings))

@@ -12,6 +12,7 @@ import msgspec
 
 from kvlens import KvlensError, __version__
 from kvlens.cli.http import ask_observer
+from kvlens.observer.frames import FrameError, decode
 from kvlens.observer.recorder import RingError, RingReader, discover, ring_directory
 from kvlens.observer.schema import State
 
@@ -127,9 +128,15 @@ def _recorders(problems: list[str]) -> Iterator[Recorder]:
     for path in discover():
         try:
             with RingReader(path) as reader:
-                yield Recorder(str(path), reader.identity.name, reader.pid, reader.status(), reader.depth_seconds())
-        except RingError as error:
+                yield Recorder(str(path), reader.identity.name, reader.pid, reader.status(), _depth(reader))
+        except (RingError, FrameError) as error:
             problems.append(str(error))
+
+
+def _depth(reader: RingReader) -> float | None:
+    """Seconds between the oldest record that can be read and the newest."""
+    oldest = reader.read(1)
+    return reader.written_at - decode(oldest[0].payload).wall_ns / 1e9 if oldest else None
 
 
 def _observer(url: str, problems: list[str]) -> str:

@@ -83,7 +83,7 @@ def serve(
     ring_mib: Annotated[int, typer.Option(min=1, help="Size of the flight recorder.")] = 32,
     observed: Annotated[bool, typer.Option("--observed/--unobserved", help="Write a flight recorder.")] = True,
     engine_name: Annotated[str, typer.Option(help="Label `engine` of metrics; default host:port.")] = "",
-    pool_slots: Annotated[int | None, typer.Option(min=16, help="KV slots (tokens).")] = None,
+    pool_slots: Annotated[int, typer.Option(min=16, help="KV slots (tokens).")] = 8192,
     page_size: Annotated[int, typer.Option(min=1, max=1024, help="Slots per page.")] = 1,
     max_running: Annotated[int, typer.Option(min=1, help="Requests in one batch (rows).")] = 64,
     max_queued: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get a 503.")] = 2048,
@@ -93,6 +93,7 @@ def serve(
     contracts: Annotated[ContractsMode, typer.Option(help="When a check fails.")] = ContractsMode.report,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: by the model's size.")] = None,
     allow_faults: Annotated[bool, typer.Option(help="Accept POST /faults/NAME.")] = False,
 ) -> None:
     """The engine with its OpenAI-compatible HTTP server."""

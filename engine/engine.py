@@ -78,6 +78,8 @@ class EngineConfig:
     """float32, bfloat16, float16; auto: float32 on a CPU, else the checkpoint's."""
     device: str = "auto"
     """A torch device; auto: cuda when there is one."""
+    threads: int | None = None
+    """CPU threads; None: by the size of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,12 @@ class EnginePlan:
             raise ConfigError(f"--dtype {name} is not served: choose {', '.join(DTYPES)} or auto")
         slots = config.pool_slots // config.page_size * config.page_size
         return cls(config, directory, model, DTYPES[name], device, context, slots)
+
+    @property
+    def threads(self) -> int:
+        """CPU threads for PyTorch. A small model is faster on one: others wait longer for each other than they help."""
+        parameters = 12 * self.model.layers * self.model.hidden_size**2
+        return self.config.threads or max(1, min(torch.get_num_threads(), parameters // 50_000_000))
 
     @property
     def bytes_per_slot(self) -> int:

@@ -334,6 +334,11 @@ class RingReader:
         except FileNotFoundError:
             return False
 
+    @property
+    def written_at(self) -> float:
+        """When the newest record was written, in Unix seconds."""
+        return self._words()[_Word.WRITTEN_NS] / 1e9
+
     def status(self) -> str:
         """up; stalled: alive without a sign of life or a frame for ten seconds; down: ended, cleanly or not."""
         words = self._words()

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from kvlens import KvlensError
+from kvlens.observer.findings import resolved
 from kvlens.observer.schema import Finding, Identity
 
 VERSION: Final = 1
@@ -134,16 +135,17 @@ class Store:
             )
         ]
 
-    def unresolved_of_others(self, instances: Iterable[str]) -> list[tuple[str, str, Finding]]:
-        """(instance, subject, finding) left open by instances that are not among `instances`."""
-        known = set(instances)
-        return [
-            (instance, subject, msgspec.json.decode(body, type=Finding))
-            for instance, subject, body in self._db.execute(
-                "SELECT instance, subject, body FROM findings WHERE state != 'resolved'"
-            )
-            if instance not in known
-        ]
+    def resolve_predecessors(self, identity: Identity, now: float) -> None:
+        """Findings that earlier instances of the same engine left open: what they held is gone with them."""
+        rows = self._db.execute(
+            "SELECT instance, subject, body FROM findings WHERE state != 'resolved' AND instance != ?",
+            (identity.instance,),
+        ).fetchall()
+        for instance, subject, body in rows:
+            finding = msgspec.json.decode(body, type=Finding)
+            if (finding.engine, finding.rank) == (identity.name, identity.rank):
+                earlier = msgspec.structs.replace(identity, instance=instance)
+                self.commit(earlier, self.cursor(earlier), [(subject, resolved(finding, now))])
 
     def all(self, limit: int = 1000) -> list[Finding]:
         """Newest first."""

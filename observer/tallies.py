@@ -16,7 +16,7 @@ PHASES = ("waiting", "chunked", "prefill", "running")
 
 
 class Histogram:
-    """Cumulative counts per upper bound; the last bound is infinity."""
+    """Counts per upper bound, and of what is above them all."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -36,7 +36,7 @@ class Histogram:
         for count in self._counts:
             total += count
             cumulative.append(total)
-        return HistogramState((*self._bounds, float("inf")), tuple(cumulative), self._sum, self._exemplar)
+        return HistogramState(self._bounds, tuple(cumulative), self._sum, self._exemplar)
 
 
 class TallyBook:

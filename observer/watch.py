@@ -29,7 +29,7 @@ class News:
 
 
 class Watch:
-    """Follows one source. Frames up to the stored cursor rebuild the picture; only later ones count, open and export."""
+    """Follows one source. Frames up to the stored cursor rebuild the picture; later ones count, open and export."""
 
     def __init__(self, source: RingSource, store: Store) -> None:
         self.source = source
@@ -82,6 +82,7 @@ class Watch:
         if self.book is not None:
             now = time.time()
             self._keep(self._cursor, self._announce(self.book.reconcile([], now), news))
+        self._store.resolve_predecessors(identity, time.time())
         self._cursor = self._store.cursor(identity)
         stored = self._store.unresolved(identity)
         self._subjects = {finding.id: subject for subject, finding in stored}
