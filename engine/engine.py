@@ -177,21 +177,21 @@ class Engine:
         return sampling
 
     def _check_request(self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        length, limit = len(prompt_ids), self.max_total_tokens
+        length, limit, page = len(prompt_ids), self.max_total_tokens, self.config.page_size
         if self.failure is not None:
             raise RequestRejected(f"the engine stopped: {self.failure}; restart it", 503, "engine_stopped")
         if not length:
             raise RequestRejected("the prompt has no tokens: send at least one", code="empty_prompt")
+        if length >= self.plan.context_length:  # first: a larger pool would not help it
+            raise RequestRejected(
+                f"prompt has {length:,} tokens, the context is {self.plan.context_length:,} with at least one for the "
+                f"answer: shorten it to {limit - 1:,}",
+                code="context_length_exceeded",
+            )
         if length > self.plan.pool_slots:
             raise RequestRejected(
                 f"prompt has {length:,} tokens, the pool holds {self.plan.pool_slots:,}: shorten it, or start with "
-                f"--pool-slots {length}",
-                code="context_length_exceeded",
-            )
-        if length >= limit:
-            raise RequestRejected(
-                f"prompt has {length:,} tokens, the context is {limit:,} with at least one for the answer: shorten it "
-                f"to {limit - 1:,}",
+                f"--pool-slots {-(-length // page) * page}",
                 code="context_length_exceeded",
             )
         if min(prompt_ids) < 0 or max(prompt_ids) >= self.plan.model.vocab_size:
@@ -224,6 +224,8 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone
             try:
                 future.set_result(work())
             except Exception as error:
@@ -241,7 +243,10 @@ class Engine:
     def step(self) -> list[Output]:
         """Take what was posted, then compute one batch."""
         self._drain()
-        outputs = self.scheduler.step()
+        return self._told(self.scheduler.step())
+
+    def _told(self, outputs: list[Output]) -> list[Output]:
+        """The ids of those that ended may be used again."""
         self._ids.difference_update(output.rid for output in outputs if output.finish is not None)
         return outputs
 
@@ -271,15 +276,18 @@ class Engine:
             try:
                 if self.is_idle:
                     self._wait()
-                elif outputs := self.step():
+                elif outputs := self.step() if self.failure is None else self._refuse():
                     on_outputs(outputs)
             except Exception as error:
-                on_outputs(self._fail(error))
-                return
+                self._fail(error)
 
     def _wait(self) -> None:
         """Sleep until something is posted, with a heartbeat each second."""
-        self.scheduler.idle()
+        try:
+            self.scheduler.idle()
+        except Exception:
+            if self.failure is None:
+                raise
         deadline = time.monotonic() + HEARTBEAT_SECONDS
         while self.is_idle and not self._stopping and (left := deadline - time.monotonic()) > 0:
             try:
@@ -287,15 +295,18 @@ class Engine:
             except queue.Empty:
                 return
 
-    def _fail(self, error: Exception) -> list[Output]:
-        """The scheduler broke: nobody may wait for it, and nobody new is let in."""
+    def _fail(self, error: Exception) -> None:
+        """The scheduler broke. It computes nothing more and nobody new is let in, but its thread still answers."""
         traceback.print_exception(error)
-        self.failure = f"{type(error).__name__}: {error}"
-        reason = FinishReason("abort", message=f"the engine stopped: {self.failure}", status=500)
-        ended = [Output(req.rid, (), reason, len(req.prompt_ids), 0) for req in self.scheduler.live.values()]
-        self.scheduler.live.clear()
-        self._ids.clear()
-        return ended
+        if self.failure is None:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def _refuse(self) -> list[Output]:
+        """Take what was posted, and end everybody: nobody may wait for an engine that stopped."""
+        self._drain()
+        return self._told(
+            self.scheduler.end_all(FinishReason("abort", message=f"the engine stopped: {self.failure}", status=500))
+        )
 
     # -- building ---------------------------------------------------------------------------------------------------
 

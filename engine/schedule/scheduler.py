@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -130,6 +131,26 @@ class Scheduler:
         self.mode = "idle"
         self.probe.step(self.view)
 
+    def end_all(self, reason: FinishReason) -> list[Output]:
+        """End everybody after a step that broke off, through the one way out; also what that step had brought by then.
+
+        Who cannot be released keeps what it holds, and the balance shows it.
+        """
+        for req in list(self.live.values()):
+            try:
+                if req.kv.holds_kv:
+                    self.release(req, is_insert=False)
+                elif req.last_node is not None:  # locked by admission, and no row yet
+                    self.memory.cache.dec_lock_ref(req.last_node)
+            except Exception:
+                traceback.print_exc()
+            self._finish(req, reason)
+        self.waiting.clear()
+        self.chunked = None
+        self.running.remove(self.running.reqs)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
@@ -163,8 +184,7 @@ class Scheduler:
         try:
             slots, rows = alloc_for_extend(self.memory, reqs)
         except KvOutOfMemory:
-            self._take_back(reqs)
-            return False
+            return self._take_back(reqs)
         self.mode = "prefill"
         self._prefilled_last = True
         self._begin_prefill(reqs)
@@ -206,8 +226,12 @@ class Scheduler:
                 staying.append(req)
         self.running.add(staying)
 
-    def _take_back(self, reqs: Iterable[Req]) -> None:
-        """Undo an admission whose allocation failed: those without a row go back to the head of the queue."""
+    def _take_back(self, reqs: Iterable[Req]) -> bool:
+        """Undo an admission whose allocation failed: those without a row go back to the head of the queue.
+
+        True when that is some progress all the same: the request between two chunks gave its row up, and starts over.
+        """
+        starts_over = False
         for req in reversed(list(reqs)):
             if req.kv.holds_kv:
                 continue
@@ -217,6 +241,8 @@ class Scheduler:
             self.waiting.appendleft(req)
             if req is self.chunked:
                 self.chunked = None
+                starts_over = True
+        return starts_over
 
     # -- decode -----------------------------------------------------------------------------------------------------
 
@@ -243,7 +269,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Retract until the next token of everybody left fits; the request between two chunks goes last."""
-        while len(self.running) and not fits_decode(self.memory, self.running.reqs):
+        while len(self.running) and not fits_decode(self.memory, self.running.rows):
             if len(self.running) > 1 or self.chunked is None:
                 victim = next_victim(self.running.reqs)
                 self.running.remove([victim])
@@ -253,16 +279,23 @@ class Scheduler:
 
     def _retract(self, req: Req) -> None:
         self.release(req, is_insert=False)
+        if req.to_finish is not None:  # not worth a second prefill
+            self._finish(req, req.to_finish)
+            return
         req.reset_for_retract()
         self.admission.retracted()
         self.waiting.appendleft(req)
         self.probe.emit(RequestRetracted(time.monotonic_ns(), req.number, len(req.output_ids)))
 
     def _refuse_what_never_fits(self) -> None:
-        """Nothing runs and the first in the queue was not admitted: it never will be, so say so instead of waiting."""
-        if self.running.reqs or self.chunked is not None or not self.waiting:
+        """Nothing runs, and who is next cannot go on: it never will, so say so instead of waiting for ever."""
+        if self.running.reqs or not (self.chunked or self.waiting):
             return
-        req = self.waiting.popleft()
+        if self.chunked is not None:
+            req, self.chunked = self.chunked, None
+            self.release(req, is_insert=False)
+        else:
+            req = self.waiting.popleft()
         left = self.memory.slots.available_size() + self.memory.cache.evictable_size()
         message = (
             f"the request needs {req.seq_len:,} slots and a row; the pool has {left:,} slots of "
@@ -295,13 +328,13 @@ class Scheduler:
         req.phase = Phase.ABORTED if reason.is_abort else Phase.FINISHED
         del self.live[req.rid]
         self.finish_rules.forget(req)
+        self._outputs.append(Output(req.rid, new, reason, len(req.prompt_ids), req.cached_tokens))
         self.probe.emit(
             RequestFinished(
                 time.monotonic_ns(), req.number, reason.kind, len(req.output_ids), req.cached_tokens, req.retractions,
                 reason.message,
             )
         )  # fmt: skip
-        self._outputs.append(Output(req.rid, new, reason, len(req.prompt_ids), req.cached_tokens))
 
     def _set_phase(self, req: Req, phase: Phase) -> None:
         req.phase = phase
