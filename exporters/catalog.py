@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvlens.observer.schema import EngineState, Finding, FindingState, Kind, Severity, State
+from kvlens.observer.schema import EngineState, Finding, FindingState, HistogramState, Kind, Severity, State
 
 Sample = tuple[tuple[str, ...], float]
 """Label values behind engine and rank, and the value."""
 
 ENGINE_LABELS = ("engine", "rank")
+_BASE_UNITS = {"seconds": "s", "bytes": "By"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,17 @@ class Metric:
     @property
     def label_names(self) -> tuple[str, ...]:
         return (*ENGINE_LABELS, *self.labels)
+
+    @property
+    def otel_name(self) -> str:
+        """The name in OpenTelemetry, where a base unit is not part of it; Prometheus translates it back to `name`."""
+        base = self.name.removesuffix("_total").replace("kvlens_", "kvlens.", 1)
+        return base.removesuffix(f"_{self.unit}") if self.unit in _BASE_UNITS else base
+
+    @property
+    def otel_unit(self) -> str:
+        """In UCUM; what is counted stands in braces, and does not become part of the Prometheus name."""
+        return _BASE_UNITS.get(self.unit) or (f"{{{self.unit.removesuffix('s')}}}" if self.unit else "")
 
 
 def _one(read: Callable[[EngineState], float]) -> Callable[[EngineState], Iterator[Sample]]:
@@ -74,8 +86,9 @@ LAST_FRAME = Metric(
     "how old is what I see?", _one(lambda e: e.updated_at), unit="seconds",
 )  # fmt: skip
 STEPS = Metric(
-    "kvlens_steps_total", "counter", "Scheduler steps of the engine.", "is it stepping?", _one(lambda e: e.step)
-)
+    "kvlens_steps_total", "counter", "Scheduler steps of the engine.", "is it stepping?", _one(lambda e: e.step),
+    unit="steps",
+)  # fmt: skip
 POOL_SLOTS = Metric(
     "kvlens_pool_slots", "gauge", "Slots of a pool by what holds them; the states add up to its size.",
     "where did my KV go?", _pool_slots, ("pool", "state"), "slots", of_the_living=True,
@@ -110,15 +123,15 @@ UNCOMMITTED = Metric(
 )  # fmt: skip
 ASSERTIONS = Metric(
     "kvlens_assertions_total", "counter", "Named checks of the engine that failed.", "which invariant broke?",
-    _by(lambda e: e.tallies.assertions), ("check",),
+    _by(lambda e: e.tallies.assertions), ("check",), "failures",
 )  # fmt: skip
 FINDINGS_OPEN = Metric(
     "kvlens_findings_open", "gauge", "Findings that are not resolved.", "what is wrong now?",
-    labels=("kind", "severity"),
+    labels=("kind", "severity"), unit="findings",
 )  # fmt: skip
 FINDINGS = Metric(
     "kvlens_findings_total", "counter", "Findings ever opened.", "how often does it happen?",
-    labels=("kind", "severity"),
+    labels=("kind", "severity"), unit="findings",
 )  # fmt: skip
 LEAKED_SLOTS = Metric(
     "kvlens_leaked_slots", "gauge", "Slots that open findings say are lost.", "how much has leaked?",
@@ -130,11 +143,11 @@ LEAKED_ROWS = Metric(
 )  # fmt: skip
 LIVE = Metric(
     "kvlens_live_requests", "gauge", "Requests by where they are.", "how many are waiting?",
-    _by(lambda e: e.live), ("phase",), of_the_living=True,
+    _by(lambda e: e.live), ("phase",), "requests", of_the_living=True,
 )  # fmt: skip
 REQUESTS = Metric(
     "kvlens_requests_total", "counter", "Requests that ended, by how.", "how many were served?",
-    _by(lambda e: e.tallies.requests), ("outcome",),
+    _by(lambda e: e.tallies.requests), ("outcome",), "requests",
 )  # fmt: skip
 TTFT = Metric(
     "kvlens_time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.",
@@ -150,39 +163,43 @@ QUEUE = Metric(
 )  # fmt: skip
 PREFIX_QUERIED = Metric(
     "kvlens_prefix_cache_queried_tokens_total", "counter", "Tokens the prefix cache was asked for.",
-    "does the cache help?", _one(lambda e: e.tallies.prefix_queried_tokens),
+    "does the cache help?", _one(lambda e: e.tallies.prefix_queried_tokens), unit="tokens",
 )  # fmt: skip
 PREFIX_HIT = Metric(
     "kvlens_prefix_cache_hit_tokens_total", "counter", "Tokens found in the prefix cache.", "does the cache help?",
-    _one(lambda e: e.tallies.prefix_hit_tokens),
+    _one(lambda e: e.tallies.prefix_hit_tokens), unit="tokens",
 )  # fmt: skip
 PREFILLED = Metric(
     "kvlens_prefilled_tokens_total", "counter", "Prompt tokens computed.", "what does prefill cost?",
-    _one(lambda e: e.tallies.prefilled_tokens),
+    _one(lambda e: e.tallies.prefilled_tokens), unit="tokens",
 )  # fmt: skip
 GENERATED = Metric(
     "kvlens_generated_tokens_total", "counter", "Tokens sampled.", "how fast is it?",
-    _one(lambda e: e.tallies.generated_tokens),
+    _one(lambda e: e.tallies.generated_tokens), unit="tokens",
 )  # fmt: skip
 EVICTED = Metric(
     "kvlens_evicted_tokens_total", "counter", "Tokens the prefix cache gave back.", "is the pool under pressure?",
-    _one(lambda e: e.tallies.evicted_tokens),
+    _one(lambda e: e.tallies.evicted_tokens), unit="tokens",
 )  # fmt: skip
 RETRACTIONS = Metric(
     "kvlens_retractions_total", "counter", "Running requests sent back to the queue for want of slots.",
-    "is too much admitted?", _one(lambda e: e.tallies.retractions),
+    "is too much admitted?", _one(lambda e: e.tallies.retractions), unit="retractions",
 )  # fmt: skip
 ABORTS = Metric(
     "kvlens_aborts_total", "counter", "Aborts asked for, by where the request was.", "who hangs up, and when?",
-    _by(lambda e: e.tallies.aborts), ("phase",),
+    _by(lambda e: e.tallies.aborts), ("phase",), "requests",
 )  # fmt: skip
 FRAMES = Metric(
     "kvlens_observer_frames_total", "counter", "Frames read from the engine's recorder.", "does the observer see?",
-    _one(lambda e: e.tallies.frames),
+    _one(lambda e: e.tallies.frames), unit="frames",
 )  # fmt: skip
 FRAMES_LOST = Metric(
     "kvlens_observer_frames_lost_total", "counter", "Frames overwritten before they were read.",
-    "does the observer see everything?", _one(lambda e: e.tallies.frames_lost),
+    "does the observer see everything?", _one(lambda e: e.tallies.frames_lost), unit="frames",
+)  # fmt: skip
+EVENTS_DROPPED = Metric(
+    "kvlens_observer_events_dropped_total", "counter", "Events the engine's probe had no room for in a frame.",
+    "does the observer see everything?", _one(lambda e: e.tallies.dropped_events), unit="events",
 )  # fmt: skip
 LAG = Metric(
     "kvlens_observer_lag_seconds", "gauge", "From a frame being written to it being read.", "is the observer behind?",
@@ -192,7 +209,8 @@ LAG = Metric(
 METRICS: tuple[Metric, ...] = (
     UP, LAST_FRAME, STEPS, POOL_SLOTS, POOL_SIZE, POOL_BYTES, ROWS, ACTIVE_ROWS, ALLOCATED, COMMITTED, UNCOMMITTED,
     ASSERTIONS, FINDINGS_OPEN, FINDINGS, LEAKED_SLOTS, LEAKED_ROWS, LIVE, REQUESTS, TTFT, INTER_TOKEN, QUEUE,
-    PREFIX_QUERIED, PREFIX_HIT, PREFILLED, GENERATED, EVICTED, RETRACTIONS, ABORTS, FRAMES, FRAMES_LOST, LAG,
+    PREFIX_QUERIED, PREFIX_HIT, PREFILLED, GENERATED, EVICTED, RETRACTIONS, ABORTS, FRAMES, FRAMES_LOST,
+    EVENTS_DROPPED, LAG,
 )  # fmt: skip
 
 # Of each kind the severity it has; a failed check has that of the check.
@@ -212,6 +230,11 @@ def samples(metric: Metric, engine: EngineState, state: State) -> Iterator[Sampl
         yield from metric.read(engine)
 
 
+def histogram(metric: Metric, engine: EngineState) -> HistogramState | None:
+    """What the engine's tallies have of a histogram; None when its source does not know it."""
+    return engine.tallies.histograms.get(metric.name.removeprefix("kvlens_"))
+
+
 def _findings_open(engine: EngineState, findings: Iterable[Finding]) -> Iterator[Sample]:
     count = Counter(
         (finding.kind, finding.severity)
@@ -229,12 +252,17 @@ def document() -> str:
         "# Metrics",
         "",
         "Made from `exporters/catalog.py`; `make dashboards` writes it. Every series has the labels `engine` and "
-        "`rank`. Base units; no label ever holds a request id.",
+        "`rank`. Base units; no label ever holds a request id. Counters start at 0 with all label values; a gauge "
+        "marked *alive* ends with its engine, and what a source does not know is absent.",
         "",
-        "| metric | type | labels | what it is | answers |",
-        "|---|---|---|---|---|",
+        "Over OTLP the same metrics have dots and UCUM units: `kvlens_pool_size_bytes` is `kvlens.pool_size` in `By`, "
+        "and Prometheus translates each back to the name here.",
+        "",
+        "| metric | type | unit | labels | what it is | answers |",
+        "|---|---|---|---|---|---|",
     ]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} | {metric.answers} |")
+        kind = f"{metric.kind}, alive" if metric.of_the_living else metric.kind
+        lines.append(f"| `{metric.name}` | {kind} | {metric.unit} | {labels} | {metric.help} | {metric.answers} |")
     return "\n".join(lines) + "\n"

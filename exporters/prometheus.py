@@ -12,7 +12,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from kvlens.exporters import catalog
+from kvlens.exporters.exposition import PageWriter
 from kvlens.observer.schema import HistogramState, State
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=underscores"
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class SnapshotCollector(Collector):
@@ -31,19 +35,22 @@ class SnapshotCollector(Collector):
 
 
 class MetricsPage:
-    """Renders snapshots in a registry of its own."""
+    """Renders snapshots in a registry of its own: nothing that other code registers appears on the page."""
 
     def __init__(self) -> None:
         self._collector = SnapshotCollector()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self._collector)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self._collector)
+        self._writer = PageWriter()
 
     def render(self, state: State, accept: str) -> tuple[bytes, str]:
-        """The page, and its content type: OpenMetrics with exemplars where `accept` asks for it."""
+        """The page, and its content type: OpenMetrics with exemplars where `accept` asks for it, else text."""
         self._collector.state = state
-        encoder, content_type = choose_encoder(accept)
-        body: bytes = encoder(self._registry)
-        return body, content_type
+        _, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            # A newer version that was asked for is answered with the one that is written here.
+            return self._writer.openmetrics(self.registry.collect()), OPENMETRICS
+        return self._writer.text(self.registry.collect()), TEXT
 
 
 def _family(metric: catalog.Metric, state: State) -> Metric:
@@ -63,8 +70,9 @@ def _family(metric: catalog.Metric, state: State) -> Metric:
 def _histogram(metric: catalog.Metric, state: State) -> HistogramMetricFamily:
     family = HistogramMetricFamily(metric.name, metric.help, labels=metric.label_names)
     for engine in state.engines:
-        histogram = engine.tallies.histograms[metric.name.removeprefix("kvlens_")]
-        family.add_metric((engine.engine, engine.rank), list(_buckets(histogram)), histogram.sum)
+        histogram = catalog.histogram(metric, engine)
+        if histogram is not None:
+            family.add_metric((engine.engine, engine.rank), list(_buckets(histogram)), histogram.sum)
     return family
 
 

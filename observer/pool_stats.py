@@ -21,7 +21,7 @@ from kvlens.engine.probe import (
     RowReturned,
     RowTaken,
 )
-from kvlens.engine.record import ALLOCATED, COMMITTED, PROTECTED, Phase
+from kvlens.engine.record import ALLOCATED, COMMITTED, LENGTHS, PROTECTED, Phase
 from kvlens.observer.census import take_census
 from kvlens.observer.frames import encode
 from kvlens.observer.schema import Frame, Identity, PoolAccount, RowColumns
@@ -29,11 +29,14 @@ from kvlens.observer.schema import Frame, Identity, PoolAccount, RowColumns
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvlens.engine.probe import EngineView, Holders, PoolView
+    from kvlens.engine.probe import EngineView, PoolView
 
 _MS = 1_000_000
 _BALANCES = {"rows": CHECKS.row_pool_balances, "full": CHECKS.full_pool_balances}
 _URGENT = frozenset({AbortRequested, CacheFlushed, CheckFailed, RequestFinished, RequestRetracted})
+
+_NO_ROWS: NDArray[np.int32] = np.zeros((LENGTHS, 0), np.int32)
+_sum = np.add.reduce
 
 
 def active_pool_idxs(view: EngineView) -> NDArray[np.int64]:
@@ -133,22 +136,29 @@ class PoolStatsObserver:
 
     def step(self, view: EngineView) -> None:
         started = self._clock()
-        holders = view.holders()
-        lengths = view.lengths.take(holders.rows, axis=1)
-        accounts = [self._rows_account(view, holders)]
-        accounts += [self._account(pool, lengths) for pool in view.pools]
-        changed = self._balance(view, accounts, lengths)
+        # Run after a forward pass, with everything cold: what counts here is how few calls are made.
+        rows = view.holders().rows
+        held = len(rows)
+        lengths = view.lengths.take(rows, 1) if held else _NO_ROWS
+        sums = _sum(lengths, 1).tolist()
+        accounts = [PoolAccount("rows", view.row_size, view.free_row_count, 0, 0, held, 0)]
+        for pool in view.pools:
+            accounts.append(_account(pool, lengths[ALLOCATED], sums))
+        changed = self._balance(view, accounts)
         if self._first_step < 0:
             self._first_step = view.step
-        turned_idle = view.mode == "idle" != self._mode
-        self._census_when_due(view, started, turned_idle)
-        since_key = started - self._keyed
-        key = changed or turned_idle or since_key >= (self.ALARM_NS if self._alarm else self.KEY_NS)
+        mode = view.mode
+        turned_idle = mode == "idle" != self._mode
+        if started - self._censused >= (self.KEY_NS if turned_idle else self.CENSUS_NS):
+            self._take_census(view)
+        key = changed or turned_idle or started - self._keyed >= (self.ALARM_NS if self._alarm else self.KEY_NS)
         if key or self._urgent or started - self._framed >= self._coalesce_ns:
-            self._mode = view.mode
+            self._mode = mode
+            if held:
+                self._check_lengths(view, lengths)
             self._publish(
-                started, self._first_step, view.step, view.mode, len(holders.rows), view.waiting, accounts,
-                (int(lengths[ALLOCATED].sum()), int(lengths[COMMITTED].sum())), view if key else None,
+                started, self._first_step, view.step, mode, held, view.waiting, accounts,
+                (sums[ALLOCATED], sums[COMMITTED]), view if key else None,
             )  # fmt: skip
         self._probe_ns += self._clock() - started
 
@@ -160,16 +170,7 @@ class PoolStatsObserver:
 
     # -- accounts ---------------------------------------------------------------------------------------------------
 
-    def _rows_account(self, view: EngineView, holders: Holders) -> PoolAccount:
-        return PoolAccount("rows", view.row_size, view.free_row_count, 0, 0, len(holders.rows), 0)
-
-    def _account(self, pool: PoolView, lengths: NDArray[np.int32]) -> PoolAccount:
-        page = pool.page_size
-        # ceil(A) - P, summed over the holders.
-        private = int((-(-lengths[ALLOCATED] // page) * page - lengths[PROTECTED]).sum())
-        return PoolAccount(pool.name, pool.size, pool.free(), pool.evictable(), pool.protected(), private, 0)
-
-    def _balance(self, view: EngineView, accounts: list[PoolAccount], lengths: NDArray[np.int32]) -> bool:
+    def _balance(self, view: EngineView, accounts: list[PoolAccount]) -> bool:
         """Tell each amount that is off once; True when one has changed, for better or worse."""
         off = False
         for account in accounts:
@@ -179,8 +180,6 @@ class PoolStatsObserver:
                 off = True
                 if residual:
                     self._report(view, _BALANCES[account.pool], account.pool, residual, account)
-        if (lengths[COMMITTED] < lengths[PROTECTED]).any() or (lengths[COMMITTED] > lengths[ALLOCATED]).any():
-            self._report_lengths(view)
         if off:
             self._take_census(view)
         return off
@@ -196,10 +195,12 @@ class PoolStatsObserver:
         self._events.append(event)
         self._urgent = self._alarm = True
 
-    def _report_lengths(self, view: EngineView) -> None:
-        rows = view.holders().rows
-        protected, committed, allocated = view.lengths[:3, rows]
-        row = int(rows[np.flatnonzero((committed < protected) | (committed > allocated))[0]])
+    def _check_lengths(self, view: EngineView, lengths: NDArray[np.int32]) -> None:
+        """P <= C <= A of every holder; the lengths are stored in that order."""
+        wrong = (lengths[1:3] < lengths[0:2]).any(0)
+        if not wrong.any():
+            return
+        row = int(view.holders().rows[np.flatnonzero(wrong)[0]])
         facts = {name: int(value) for name, value in zip(("P", "C", "A"), view.lengths[:3, row], strict=True)}
         if self._residuals.get(f"lengths of {row}") != hash(tuple(facts.values())):
             self._residuals[f"lengths of {row}"] = hash(tuple(facts.values()))
@@ -218,10 +219,6 @@ class PoolStatsObserver:
         )  # fmt: skip
 
     # -- census -----------------------------------------------------------------------------------------------------
-
-    def _census_when_due(self, view: EngineView, now: int, turned_idle: bool) -> None:
-        if now - self._censused >= self.CENSUS_NS or (turned_idle and now - self._censused >= self.KEY_NS):
-            self._take_census(view)
 
     def _take_census(self, view: EngineView) -> None:
         self._censused = self._clock()
@@ -294,3 +291,12 @@ class PoolStatsObserver:
             requests.astype("<i8").tobytes(), phases.tobytes(), lengths[PROTECTED].tobytes(),
             lengths[COMMITTED].tobytes(), lengths[ALLOCATED].tobytes(),
         )  # fmt: skip
+
+
+def _account(pool: PoolView, allocated: NDArray[np.int32], sums: list[int]) -> PoolAccount:
+    """Private is ceil(A) - P, summed over the holders; sums: of P, C, A, E."""
+    page = pool.page_size
+    ceiled = sums[ALLOCATED] if page == 1 else int(_sum((allocated + (page - 1)) // page)) * page
+    return PoolAccount(
+        pool.name, pool.size, pool.free(), pool.evictable(), pool.protected(), ceiled - sums[PROTECTED], 0
+    )

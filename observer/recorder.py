@@ -68,6 +68,10 @@ class _Word(IntEnum):
     IDENTITY = 11  # length in bytes; what follows is the identity
 
 
+# Reading a member of an enumeration costs more than the store it is for.
+_HEAD, _WRITTEN = int(_Word.HEAD), int(_Word.WRITTEN_NS)
+
+
 class Record(NamedTuple):
     """One record as read: `sequence` counts from 1 in each file."""
 
@@ -140,18 +144,21 @@ class RingWriter:
         """Write one record; returns its sequence number. No lock, no system call. Raises ValueError if too long."""
         if len(payload) > self.largest:
             raise ValueError(f"a record of {len(payload):,} bytes is longer than the {self.largest:,} this ring takes")
-        size = _padded(len(payload))
-        left = self.capacity - self._position % self.capacity
-        start = self._position if size <= left else self._position + left
-        self._make_room(start + size)
-        if start != self._position and left >= _RECORD.size:
-            self._write(self._position, 0, b"", left - _RECORD.size)
+        length, position, capacity = len(payload), self._position, self.capacity
+        size = -(-(_RECORD.size + length) // _ALIGN) * _ALIGN
+        left = capacity - position % capacity
+        start = position if size <= left else position + left
+        end = start + size
+        if end - capacity > self._tail:
+            self._make_room(end)
+        if start != position and left >= _RECORD.size:
+            self._write(position, 0, b"", left - _RECORD.size)
         sequence = self._sequence + 1
-        self._write(start, sequence, payload, len(payload))
-        self._position = start + size
-        self._stores.word(_Word.HEAD, self._position)
-        self._stores.word(_Word.WRITTEN_NS, time.time_ns())
-        self._sequence = sequence
+        self._write(start, sequence, payload, length)
+        stores = self._stores
+        stores.word(_HEAD, end)
+        stores.word(_WRITTEN, time.time_ns())
+        self._position, self._sequence = end, sequence
         return sequence
 
     def _make_room(self, end: int) -> None:
@@ -413,7 +420,8 @@ def _create(path: Path, size: int, header: bytes) -> mmap.mmap:
         # Allocated now: a full disk is a message here, and not a SIGBUS in the middle of a step.
         os.posix_fallocate(file, 0, size)
         os.pwrite(file, header, 0)
-        memory = mmap.mmap(file, size)
+        # Mapped now as well: a page fault in the middle of a step costs more than the frame.
+        memory = mmap.mmap(file, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         fresh.rename(path)
         return memory
     except OSError as error:

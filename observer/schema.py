@@ -208,7 +208,7 @@ class RowState(msgspec.Struct, frozen=True):
 
 
 class HistogramState(msgspec.Struct, frozen=True):
-    """Cumulative counts, one per upper bound and one for infinity; and the sum. `exemplar`: (value, trace id) or None."""
+    """Cumulative counts, one per upper bound and one for infinity. `exemplar`: (value, trace id) or None."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]

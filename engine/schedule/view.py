@@ -52,8 +52,8 @@ class SchedulerView:
 
     def holders(self) -> Holders:
         running, chunked = self._scheduler.running, self._scheduler.chunked
-        composition = (running.changes, chunked.number if chunked is not None else 0)
-        if self._holders is None or composition != self._holders_of:
+        composition = running.changes, chunked.number if chunked is not None else 0
+        if composition != self._holders_of or self._holders is None:
             reqs = running.reqs if chunked is None else [*running.reqs, chunked]
             held = [req for req in reqs if req.kv.holds_kv]
             self._holders = Holders(
