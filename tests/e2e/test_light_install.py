@@ -108,13 +108,16 @@ def test_observe_and_top_follow_a_recorder_written_elsewhere(light: Path, tmp_pa
 
 WRITE_A_RING = """
 import sys, time
+from pathlib import Path
 from kvlens.observer.frames import encode
 from kvlens.observer.recorder import RingWriter
 from kvlens.observer.schema import Frame, Identity, PoolAccount, PoolInfo, RowColumns
-identity = Identity(name="light", instance="0" * 32, pools=(PoolInfo("rows", "row", 4, 1, 0), PoolInfo("full", "slot", 64, 1, 8)))
-writer = RingWriter(sys.argv[1], identity, 1 << 20)
+pools = (PoolInfo("rows", "row", 4, 1, 0), PoolInfo("full", "slot", 64, 1, 8))
+identity = Identity(name="light", instance="0" * 32, pools=pools)
+writer = RingWriter(Path(sys.argv[1]), identity, 1 << 20)
 frame = Frame(
-    first_step=1, last_step=1, monotonic_ns=time.monotonic_ns(), wall_ns=time.time_ns(), mode="idle", running=0, waiting=0,
+    first_step=1, last_step=1, monotonic_ns=time.monotonic_ns(), wall_ns=time.time_ns(), mode="idle",
+    running=0, waiting=0,
     accounts=[PoolAccount("rows", 4, 4, 0, 0, 0, 0), PoolAccount("full", 64, 64, 0, 0, 0, 0)],
     allocated_tokens=0, committed_tokens=0, events=[], columns=RowColumns(*[b""] * 7), names=[], identity=identity,
 )
