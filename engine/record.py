@@ -68,6 +68,13 @@ class ReqKvInfo:
             raise ValueError(f"row {row} cannot be held: rows start at 1, and a record without a row says None")
         self._row = row
 
+    @property
+    def held_row(self) -> int:
+        """The row. Raises ValueError when none is held: ask `holds_kv` first."""
+        if self._row is None:
+            raise ValueError("no row is held")
+        return self._row
+
     # -- lengths ----------------------------------------------------------------------------------------------------
 
     @property

@@ -101,7 +101,7 @@ class PrefixCache(ABC):
 
     def row_slots(self, req: Req, end: int) -> NDArray[np.int64]:
         """A copy of positions [0, end) of the row a request holds; the row itself is about to change."""
-        return self._rows.req_to_token[req.kv.req_pool_idx, :end].astype(np.int64)
+        return self._rows.req_to_token[req.kv.held_row, :end].astype(np.int64)
 
     def floor(self, tokens: int) -> int:
         """Rounded down to whole pages."""

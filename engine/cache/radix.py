@@ -187,8 +187,7 @@ class RadixCache(PrefixCache):
         if present > protected:
             self._slots.free_segment(slots[protected:present], protected)
             slots[:whole] = np.concatenate([node.value for node in path])
-            assert req.kv.req_pool_idx is not None
-            self._rows.write(req.kv.req_pool_idx, protected, slots[protected:whole])
+            self._rows.write(req.kv.held_row, protected, slots[protected:whole])
         node = path[-1] if path else None
         self.inc_lock_ref(node)  # the new path first: nothing may be evicted in between
         self.dec_lock_ref(req.last_node)

@@ -57,7 +57,7 @@ def release_kv_cache(req: Req, memory: KvMemory, *, is_insert: bool = True) -> N
         facts={"protected": protected, "committed": committed, "allocated": allocated},
     )
     end = min(max(committed, protected), allocated)
-    row, generation = record.req_pool_idx or 0, record.generation
+    row, generation = record.held_row, record.generation
     parts = memory.cache.cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=end)
     tail = memory.cache.ceil(end)
     if tail < allocated:

@@ -80,7 +80,7 @@ class ReqToTokenPool:
         for req in reqs:
             if not req.kv.holds_kv:
                 self._bind(req, next(fresh_rows), site)
-        return [row for req in reqs if (row := req.kv.req_pool_idx) is not None]
+        return [req.kv.held_row for req in reqs]
 
     def _may_reuse(self, req: Req) -> bool:
         return self._contracts.require(
@@ -127,16 +127,15 @@ class ReqToTokenPool:
 
         Raises KvContractError (strict) when it holds none; nothing is freed then.
         """
-        row = record.req_pool_idx
         if not self._contracts.require(
             CHECKS.free_needs_held_row,
-            row is not None,
+            record.holds_kv,
             record=record,
             request=request,
             hint="nothing is freed",
         ):
             return
-        assert row is not None
+        row = record.held_row
         returned = RowReturned(
             self._step(), row, record.generation, request, record.kv_committed_len, record.kv_allocated_len
         )
