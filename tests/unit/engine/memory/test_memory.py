@@ -60,7 +60,7 @@ def test_too_few_rows_take_nothing_and_say_what_there_is(a_bench) -> None:
     bench = a_bench(rows=1)
     bench.prefill([1, 2, 3])
     before = bench.account()
-    with pytest.raises(KvOutOfMemory, match="1 more rows do not fit: .* rows 0 free of 1"):
+    with pytest.raises(KvOutOfMemory, match=r"1 more rows do not fit: .* rows 0 free of 1"):
         bench.extend(bench.a_request([7, 8]))
     assert bench.account() == before
 
@@ -69,7 +69,7 @@ def test_too_few_slots_give_the_rows_back_and_print_the_account(a_bench) -> None
     bench = a_bench(slots=8)
     bench.prefill([1, 2, 3])
     req = bench.a_request([5] * 6)
-    with pytest.raises(KvOutOfMemory, match="size 8 = free 5 . evictable 0 . protected 3 . private 0 slots"):
+    with pytest.raises(KvOutOfMemory, match=r"size 8 = free 5 . evictable 0 . protected 3 . private 0 slots"):
         bench.extend(req)
     assert not req.kv.holds_kv and req.kv.is_kv_released
     assert bench.memory.rows.available_size() == 3 and bench.account() == (5, 0, 3)
