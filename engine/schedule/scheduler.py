@@ -184,7 +184,8 @@ class Scheduler:
         try:
             slots, rows = alloc_for_extend(self.memory, reqs)
         except KvOutOfMemory:
-            return self._take_back(reqs)
+            self._take_back(reqs)
+            return False
         self.mode = "prefill"
         self._prefilled_last = True
         self._begin_prefill(reqs)
@@ -226,12 +227,8 @@ class Scheduler:
                 staying.append(req)
         self.running.add(staying)
 
-    def _take_back(self, reqs: Iterable[Req]) -> bool:
-        """Undo an admission whose allocation failed: those without a row go back to the head of the queue.
-
-        True when that is some progress all the same: the request between two chunks gave its row up, and starts over.
-        """
-        starts_over = False
+    def _take_back(self, reqs: Iterable[Req]) -> None:
+        """Undo an admission whose allocation failed: those without a row go back to the head of the queue."""
         for req in reversed(list(reqs)):
             if req.kv.holds_kv:
                 continue
@@ -241,8 +238,6 @@ class Scheduler:
             self.waiting.appendleft(req)
             if req is self.chunked:
                 self.chunked = None
-                starts_over = True
-        return starts_over
 
     # -- decode -----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from kvlens.engine.contracts import Contracts, Mode
 from kvlens.engine.memory.memory import KvMemory, build_memory
 from kvlens.engine.model.runner import ForwardBatch
 from kvlens.engine.probe import AbortRequested, Evicted, KvReleased, NodeSplit, NullProbe, RequestRetracted
+from kvlens.engine.record import Phase as ReqPhase
 from kvlens.engine.record import Req, SamplingParams
 from kvlens.engine.schedule.admit import Limits
 from kvlens.engine.schedule.finish import FinishRules
@@ -132,12 +133,20 @@ class Engine(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 12))
     def cancel_in_mid_flight(self, length: int) -> None:
-        """Whoever comes next: in prefill when a prompt is computed, otherwise one that waits."""
-        if not self.scheduler.waiting:
-            self.arrive([([3, 1, 2], length)], 4)
-        rid = self.scheduler.waiting[0].rid
-        self.runner.during = lambda: self.scheduler.abort(rid)
-        self.step()
+        """Of those whose prompt is being computed right then; steps on until there is somebody."""
+        self.arrive([([3, 1, 2], length)], 4)
+        for _ in range(12):
+            self.runner.during = self.cancel_one_in_prefill
+            before = SEEN["abort prefill"]
+            self.step()
+            if SEEN["abort prefill"] > before:
+                break
+        self.runner.during = None
+
+    def cancel_one_in_prefill(self) -> None:
+        in_flight = [req.rid for req in self.scheduler.live.values() if req.phase is ReqPhase.PREFILL]
+        for rid in in_flight[:1]:
+            self.scheduler.abort(rid)
 
     @precondition(lambda self: len(self.scheduler.running))
     @rule(data=st.data())
@@ -213,7 +222,7 @@ def test_pools_balance_after_every_step_and_the_run_saw_what_it_is_for() -> None
     run_state_machine_as_test(
         Engine,
         settings=settings(
-            max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+            max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None,
             phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

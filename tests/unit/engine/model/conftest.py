@@ -25,9 +25,7 @@ LLAMA3 = {
 }  # fmt: skip
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
-    "llama-untied-bias": lambda: LlamaForCausalLM(
-        LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True)
-    ),
+    "llama-untied-bias": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True)),
     "llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
