@@ -53,8 +53,10 @@ class Store:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._open()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, StoreError) as error:
             os.close(self._lock)
+            if isinstance(error, StoreError):
+                raise
             raise StoreError(f"findings cannot be kept in {path} ({error}): give another --store FILE") from None
 
     def _take_lock(self) -> None:
