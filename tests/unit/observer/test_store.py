@@ -20,7 +20,8 @@ TWO = Identity("engine", "2" * 32)
 def a_finding(id: str = "f1", engine: str = "engine", **changes) -> Finding:
     finding = Finding(
         id=id, kind=Kind.ORPHAN_ROW, severity=Severity.CRITICAL, state=FindingState.OPEN, engine=engine,
-        rank="dp0-tp0-pp0", pool="full", leaked_slots=4, leaked_rows=1, row=3, generation=2, request_id="r", trace_id=None,
+        rank="dp0-tp0-pp0", pool="full", leaked_slots=4, leaked_rows=1, row=3, generation=2, request_id="r",
+        trace_id=None,
         opened_at=5.0, resolved_at=None, opened_step=9, summary="lost", evidence={"residual_slots": 4},
         runbook="docs/runbooks/orphan-row.md",
     )  # fmt: skip

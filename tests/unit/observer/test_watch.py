@@ -60,7 +60,7 @@ def an_engine(a_run, path):
 
 
 def leak(engine: Engine):
-    req = engine.run.ask(10, answer=90)
+    req = engine.run.ask(10, answer=30)
     engine.run.step(3)
     return engine.run.lose(req)
 
@@ -200,10 +200,10 @@ def test_of_two_recorders_of_one_engine_the_living_one_counts(an_engine, path, s
 def test_the_snapshot_says_what_the_engine_holds(an_engine, path, store) -> None:
     engine = an_engine()
     watch = Watch(RingSource(path), store)
-    engine.run.ask(50, answer=90)
-    engine.run.ask(10, answer=90)
+    engine.run.ask(50, answer=30)
+    engine.run.ask(10, answer=30)
     engine.run.step(4)
-    engine.run.ask(10, answer=90)
+    engine.run.ask(10, answer=30)
     leaked = leak(engine)
     watch.poll()
     (state,) = take_snapshot([watch]).engines
