@@ -20,14 +20,14 @@ def _needs_sdk() -> None:
         )
 
 
-def build_to(out: Path) -> list[Path]:
+def build_to(out: Path, runbooks: str | None) -> list[Path]:
     """Write the dashboard, the rules, and docs/metrics.md when this is a checkout. Raises KvlensError."""
     _needs_sdk()
     from kvlens.dashboards.build import build
 
-    written = build(out)
+    written = build(out) if runbooks is None else build(out, runbooks)
     page = Path("docs/metrics.md")
-    if page.parent.is_dir():
+    if Path("exporters/catalog.py").is_file():
         page.write_text(document(), encoding="utf-8")
         written.append(page)
     return written

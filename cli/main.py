@@ -242,11 +242,12 @@ def faults_disable(
 @dashboards_app.command("build")
 def dashboards_build(
     out: Annotated[Path, typer.Option(help="Directory for the JSON and YAML files.")] = Path("dashboards/built"),
+    runbooks: Annotated[str | None, typer.Option(help="Address of docs/runbooks, for the alerts' links.")] = None,
 ) -> None:
     """Write the Grafana dashboard and the alert rules."""
     from kvlens.cli.dashboards import build_to
 
-    for path in build_to(out):
+    for path in build_to(out, runbooks):
         typer.echo(path)
 
 

@@ -15,20 +15,20 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from kvlens import KvlensError
 from kvlens.dashboards.leaks import dashboard
-from kvlens.dashboards.rules import rules_yaml
+from kvlens.dashboards.rules import RUNBOOKS, rules_yaml
 
 
-def files() -> dict[str, str]:
-    """Name to content of everything that is built."""
+def files(runbooks: str = RUNBOOKS) -> dict[str, str]:
+    """Name to content of everything that is built; `runbooks`: where alerts say that their pages are."""
     board = JSONEncoder(sort_keys=True, indent=2).encode(dashboard().build())
-    return {"kvlens-leaks.json": board + "\n", "kvlens-rules.yml": rules_yaml()}
+    return {"kvlens-leaks.json": board + "\n", "kvlens-rules.yml": rules_yaml(runbooks)}
 
 
-def build(out: Path) -> list[Path]:
+def build(out: Path, runbooks: str = RUNBOOKS) -> list[Path]:
     """Write all of it into `out`; the same input gives the same bytes."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, content in files().items():
+    for name, content in files(runbooks).items():
         path = out / name
         path.write_text(content, encoding="utf-8")
         written.append(path)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from grafana_foundation_sdk.builders import stat, timeseries
-from grafana_foundation_sdk.builders.dashboard import Dashboard, DatasourceVariable, QueryVariable, Row
-from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableRefresh
+from grafana_foundation_sdk.builders.dashboard import (
+    AnnotationQuery,
+    Dashboard,
+    DatasourceVariable,
+    QueryVariable,
+    Row,
+)
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, VariableRefresh
 
-from kvlens.dashboards.panels import Query, by, figure, lines, quantiles, rate
+from kvlens.dashboards.panels import SOURCE, Query, by, figure, lines, quantiles, rate
 from kvlens.exporters import catalog as m
 
 Placed = tuple[stat.Panel | timeseries.Panel, int, int]
 """A panel, its width of 24, and its height."""
 
 UID = "kvlens-leaks"
-_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
 def dashboard() -> Dashboard:
@@ -26,22 +31,37 @@ def dashboard() -> Dashboard:
         .time("now-30m", "now")
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .with_variable(DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
-        .with_variable(
-            QueryVariable("engine")
-            .label("Engine")
-            .datasource(_SOURCE)
-            .query(f"label_values({m.UP.name}, engine)")
-            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-            .multi(True)
-            .include_all(True)
-            .all_value(".*")
+        .with_variable(_engines())
+        .annotation(
+            AnnotationQuery()
+            .name("Alerts")
+            .datasource(SOURCE)
+            .enable(True)
+            .icon_color("red")
+            .expr('ALERTS{alertname=~"Kvlens.*", alertstate="firing"}')
         )
     )
+    number = 0
     for title, panels in _sections():
-        board.with_row(Row(title))
+        number += 1
+        board.with_row(Row(title).id(number))
         for panel, span, height in panels:
-            board.with_panel(panel.datasource(_SOURCE).span(span).height(height))
+            number += 1  # panels get no number by themselves, and links need one that stays
+            board.with_panel(panel.id(number).span(span).height(height))
     return board
+
+
+def _engines() -> QueryVariable:
+    return (
+        QueryVariable("engine")
+        .label("Engine")
+        .datasource(SOURCE)
+        .query(f"label_values({m.UP.name}, engine)")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+    )
 
 
 def _sections() -> list[tuple[str, list[Placed]]]:
@@ -53,76 +73,134 @@ def _sections() -> list[tuple[str, list[Placed]]]:
     ]
 
 
+def _placed(span: int, height: int, *panels: stat.Panel | timeseries.Panel) -> list[Placed]:
+    return [(panel, span, height) for panel in panels]
+
+
 def _leaking() -> list[Placed]:
-    unaccounted = by(m.POOL_SLOTS, "engine", "pool", state="unaccounted")
+    unaccounted = lines(
+        "Unaccounted slots",
+        "0 is health. Positive: slots are missing, KV has leaked. Negative: slots were returned twice, so two requests "
+        "may write the same KV.",
+        "short",
+        [Query(by(m.POOL_SLOTS, "engine", "pool", state="unaccounted"), "{{engine}} {{pool}}")],
+        signed=True,
+    )
     return [
-        (_stat("Open findings", m.FINDINGS_OPEN, "engine"), 6, 5),
-        (_stat("Leaked slots", m.LEAKED_SLOTS, "engine", "pool"), 6, 5),
-        (_stat("Leaked rows", m.LEAKED_ROWS, "engine"), 6, 5),
-        (_stat("Frames lost", m.FRAMES_LOST, "engine"), 6, 5),
-        (
-            lines(
-                "Unaccounted slots", "positive: missing; negative: returned twice", "short",
-                [Query(unaccounted, "{{engine}} {{pool}}")],
-            ),
-            12, 7,
+        *_placed(
+            6,
+            5,
+            _stat("Open findings", m.FINDINGS_OPEN, "0 is health. `kvlens findings list` names them.", "engine"),
+            _stat("Leaked slots", m.LEAKED_SLOTS, "0 is health; else the pool is smaller for good.", "engine", "pool"),
+            _stat("Leaked rows", m.LEAKED_ROWS, "0 is health; each was a request nobody released.", "engine"),
+            _stat("Frames lost", m.FRAMES_LOST, "0 is health; above it, counters have a gap.", "engine"),
         ),
-        (_sums("Failed checks", m.ASSERTIONS, "check"), 12, 7),
-    ]  # fmt: skip
+        *_placed(
+            8,
+            7,
+            unaccounted,
+            _sums("Open findings by kind", m.FINDINGS_OPEN, "All at 0 is health. Each kind has a runbook.", "kind"),
+            _sums("Failed checks", m.ASSERTIONS, "Flat is health. A step up: a code path broke an invariant.", "check"),
+        ),
+    ]
 
 
 def _holding() -> list[Placed]:
-    tokens = [
-        Query(by(m.ALLOCATED, "owner"), "allocated {{owner}}"),
-        Query(by(m.COMMITTED, "owner"), "committed {{owner}}"),
-    ]
+    pool = "The states add up to the pool's size. Red has leaked. All private and nothing free: too much is admitted."
+    rows = "Red is a row that nobody holds. None free: raise --max-running."
+    tokens = lines(
+        "Tokens",
+        "Allocated is what holders have slots for, committed what they count on; a gap is waste.",
+        "short",
+        [
+            Query(by(m.ALLOCATED, "owner"), "allocated {{owner}}"),
+            Query(by(m.COMMITTED, "owner"), "committed {{owner}}"),
+        ],
+    )
+    size = "Memory that the pool takes. Changes only with a restart."
+    active = "Rows held by queue and batch. Goes to 0 when idle."
     return [
-        (_sums("Pool slots", m.POOL_SLOTS, "pool", "state", stacked=True), 12, 9),
-        (_sums("Rows", m.ROWS, "state", stacked=True), 12, 9),
-        (lines("Tokens", "how much of what is held is used?", "short", tokens), 8, 7),
-        (_sums("Pool size", m.POOL_BYTES, "engine", "pool", unit="bytes"), 8, 7),
-        (_sums("Active rows", m.ACTIVE_ROWS, "engine"), 8, 7),
+        *_placed(
+            12,
+            9,
+            _sums("Pool slots", m.POOL_SLOTS, pool, "pool", "state", stacked=True),
+            _sums("Rows", m.ROWS, rows, "state", stacked=True),
+        ),
+        *_placed(
+            8,
+            7,
+            tokens,
+            _sums("Pool size", m.POOL_BYTES, size, "engine", "pool", unit="bytes"),
+            _sums("Active rows", m.ACTIVE_ROWS, active, "engine"),
+        ),
     ]
 
 
 def _faring() -> list[Placed]:
-    hits = f"{rate(m.PREFIX_HIT, 'engine')} / {rate(m.PREFIX_QUERIED, 'engine')}"
-    sent_back = [
-        Query(by(m.RETRACTIONS, "engine"), "{{engine}} retracted"),
-        Query(by(m.ABORTS, "phase"), "aborted {{phase}}"),
-    ]
-    return [
-        (_sums("Live requests", m.LIVE, "phase", stacked=True), 8, 7),
-        (_rates("Requests that ended", m.REQUESTS, "outcome", unit="reqps"), 8, 7),
-        (_rates("Generated tokens", m.GENERATED, "engine"), 8, 7),
-        (lines("Time to first token", m.TTFT.answers, "s", quantiles(m.TTFT)), 8, 7),
-        (lines("Between tokens", m.INTER_TOKEN.answers, "s", quantiles(m.INTER_TOKEN)), 8, 7),
-        (lines("Queue", m.QUEUE.answers, "s", quantiles(m.QUEUE)), 8, 7),
-        (lines("Prefix cache hits", m.PREFIX_HIT.answers, "percentunit", [Query(hits, "{{engine}}")]), 8, 7),
-        (_rates("Evicted tokens", m.EVICTED, "engine"), 8, 7),
-        (lines("Retractions and aborts", "is too much admitted; who hangs up?", "short", sent_back), 8, 7),
-    ]
+    live = "Waiting that only grows: the engine is over its capacity, or KV leaks."
+    ended = "By how. A growing share of aborts: users give up, or time out."
+    generated = "Throughput. Falling while requests wait: look at the pool above."
+    evicted = "Some is normal under load. Much, with few hits: the cache is thrashing."
+    hits = lines(
+        "Prefix cache hits",
+        "Share of prompt tokens found in the cache. Falling while evictions rise: the pool is small.",
+        "percentunit",
+        [Query(f"{rate(m.PREFIX_HIT, 'engine')} / {rate(m.PREFIX_QUERIED, 'engine')}", "{{engine}}")],
+    )
+    sent_back = lines(
+        "Retractions and aborts",
+        "Since the observer began. Retractions that go on: too much is admitted, and work is done twice.",
+        "short",
+        [Query(by(m.RETRACTIONS, "engine"), "{{engine}} retracted"), Query(by(m.ABORTS, "phase"), "aborted {{phase}}")],
+    )
+    return _placed(
+        8,
+        7,
+        _sums("Live requests", m.LIVE, live, "phase", stacked=True),
+        _rates("Requests that ended", m.REQUESTS, ended, "outcome", unit="reqps"),
+        _rates("Generated tokens", m.GENERATED, generated, "engine"),
+        _quantiles("Time to first token", m.TTFT),
+        _quantiles("Between tokens", m.INTER_TOKEN),
+        _quantiles("Queue", m.QUEUE),
+        hits,
+        _rates("Evicted tokens", m.EVICTED, evicted, "engine"),
+        sent_back,
+    )
 
 
 def _seeing() -> list[Placed]:
-    return [
-        (_sums("Engine up", m.UP, "engine"), 8, 6),
-        (_sums("Lag", m.LAG, "engine", unit="s"), 8, 6),
-        (_rates("Frames", m.FRAMES, "engine"), 8, 6),
-    ]
+    up = "1 is alive. 0: its flight recorder holds the last minutes; `kvlens findings list`."
+    lag = "From a frame being written to it being read. Seconds: the observer lacks CPU."
+    frames = "One a second when idle, many under load. 0: the engine hangs, or is gone."
+    return _placed(
+        8,
+        6,
+        _sums("Engine up", m.UP, up, "engine"),
+        _sums("Lag", m.LAG, lag, "engine", unit="s"),
+        _rates("Frames", m.FRAMES, frames, "engine"),
+    )
 
 
 def _legend(labels: tuple[str, ...]) -> str:
     return " ".join(f"{{{{{label}}}}}" for label in labels)
 
 
-def _stat(title: str, metric: m.Metric, *labels: str) -> stat.Panel:
-    return figure(title, metric.answers, "short", Query(by(metric, *labels), _legend(labels)))
+def _stat(title: str, metric: m.Metric, description: str, *labels: str) -> stat.Panel:
+    return figure(title, description, "short", Query(by(metric, *labels), _legend(labels)))
 
 
-def _sums(title: str, metric: m.Metric, *labels: str, unit: str = "short", stacked: bool = False) -> timeseries.Panel:
-    return lines(title, metric.answers, unit, [Query(by(metric, *labels), _legend(labels))], stacked=stacked)
+def _sums(
+    title: str, metric: m.Metric, description: str, *labels: str, unit: str = "short", stacked: bool = False
+) -> timeseries.Panel:
+    signed = metric is m.POOL_SLOTS  # a slot returned twice counts as -1
+    query = Query(by(metric, *labels), _legend(labels))
+    return lines(title, description, unit, [query], stacked=stacked, signed=signed)
 
 
-def _rates(title: str, metric: m.Metric, *labels: str, unit: str = "short") -> timeseries.Panel:
-    return lines(title, metric.answers, unit, [Query(rate(metric, *labels), _legend(labels))])
+def _rates(title: str, metric: m.Metric, description: str, *labels: str, unit: str = "short") -> timeseries.Panel:
+    return lines(title, description, unit, [Query(rate(metric, *labels), _legend(labels))])
+
+
+def _quantiles(title: str, metric: m.Metric) -> timeseries.Panel:
+    description = f"{metric.help} The points are requests: they lead to their traces. p99 far above p50: some starve."
+    return lines(title, description, "s", quantiles(metric))

@@ -9,7 +9,13 @@ import yaml
 
 from kvlens.exporters import catalog as m
 
-RUNBOOKS = "https://github.com/kvlens/kvlens/blob/main/docs/runbooks"
+RUNBOOKS = "docs/runbooks"
+"""Where runbooks are: a path in the repository. `kvlens dashboards build --runbooks URL` puts an address there."""
+
+JOB = "kvlens"
+"""What Prometheus calls the scrape of an observer."""
+RETURNED_TWICE = ("over_release", "double_free", "held_and_free", "slots_held_twice")
+"""Kinds of findings where slots are not missing but have too many owners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class Alert:
     description: str
     runbook: str
 
-    def rule(self) -> dict[str, Any]:
+    def rule(self, runbooks: str) -> dict[str, Any]:
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -33,7 +39,7 @@ class Alert:
             "annotations": {
                 "summary": self.summary,
                 "description": self.description,
-                "runbook_url": f"{RUNBOOKS}/{self.runbook}.md",
+                "runbook_url": f"{runbooks}/{self.runbook}.md",
             },
         }
 
@@ -54,14 +60,24 @@ ALERTS = (
         "unowned-slots",
     ),
     Alert(
+        "KvlensOverRelease",
+        f'sum by (engine, rank, kind) ({m.FINDINGS_OPEN.name}{{kind=~"{"|".join(RETURNED_TWICE)}"}}) > 0', "15s",
+        "critical",
+        "slots of {{ $labels.engine }} have two owners, or were returned twice ({{ $labels.kind }})",
+        "Two requests may write the same KV: answers can be wrong. Take the engine out of rotation, then look at "
+        "`kvlens findings list`.",
+        "over-release",
+    ),
+    Alert(
         "KvlensAssertionFired", f"increase({m.ASSERTIONS.name}[5m]) > 0", "0s", "critical",
         "check {{ $labels.check }} failed on {{ $labels.engine }}",
         "The engine went on along a safe path; the code path that broke the invariant is still there.",
         "check-failed",
     ),
     Alert(
-        "KvlensEngineDown", f"{m.UP.name} == 0", "30s", "critical",
-        "engine {{ $labels.engine }} is down",
+        # The finding and not kvlens_engine_up: that an engine was stopped in good order wakes nobody.
+        "KvlensEngineDown", f'{m.FINDINGS_OPEN.name}{{kind="engine_down"}} > 0', "30s", "critical",
+        "engine {{ $labels.engine }} has died",
         "Its flight recorder still holds what it did last: `kvlens findings list`, `kvlens top`.",
         "engine-down",
     ),
@@ -74,12 +90,12 @@ ALERTS = (
     ),
     Alert(
         "KvlensFramesLost", f"increase({m.FRAMES_LOST.name}[5m]) > 0", "0s", "warning",
-        "the observer lost {{ $value | humanize }} frames of {{ $labels.engine }} in five minutes",
+        "the observer lost about {{ $value | printf \"%.0f\" }} frames of {{ $labels.engine }} in five minutes",
         "Counters and timelines have a gap. Give the observer more CPU, or the engine a larger --ring-mib.",
         "frames-lost",
     ),
     Alert(
-        "KvlensObserverGone", 'up{job="kvlens"} == 0 or absent(up{job="kvlens"})', "1m", "critical",
+        "KvlensObserverGone", f'up{{job="{JOB}"}} == 0 or absent(up{{job="{JOB}"}})', "1m", "critical",
         "no observer answers: a leak would not be seen",
         "An alert that cannot fire is worse than none. Start `kvlens observe`, or mend the scrape.",
         "observer-gone",
@@ -87,9 +103,10 @@ ALERTS = (
 )  # fmt: skip
 
 
-def rules_yaml() -> str:
-    """The rule file."""
-    groups = {"groups": [{"name": "kvlens", "interval": "5s", "rules": [alert.rule() for alert in ALERTS]}]}
+def rules_yaml(runbooks: str = RUNBOOKS) -> str:
+    """The rule file; `runbooks` stands before the name of each page."""
+    runbooks = runbooks.rstrip("/")
+    groups = {"groups": [{"name": "kvlens", "interval": "5s", "rules": [alert.rule(runbooks) for alert in ALERTS]}]}
     return "# Made from dashboards/rules.py by `kvlens dashboards build`.\n" + yaml.safe_dump(
         groups, sort_keys=False, width=100
     )

@@ -79,7 +79,7 @@ def _slot_pools(field: str) -> Callable[[EngineState], Iterator[Sample]]:
 
 UP = Metric(
     "kvlens_engine_up", "gauge", "1 while the engine is alive, 0 when it is down.",
-    "is it alive?", _one(lambda e: e.status != "down"),
+    "is it alive?", _one(lambda e: int(e.status != "down")),
 )  # fmt: skip
 LAST_FRAME = Metric(
     "kvlens_engine_last_frame_timestamp_seconds", "gauge", "When the engine last published a frame, in Unix time.",
@@ -201,6 +201,10 @@ EVENTS_DROPPED = Metric(
     "kvlens_observer_events_dropped_total", "counter", "Events the engine's probe had no room for in a frame.",
     "does the observer see everything?", _one(lambda e: e.tallies.dropped_events), unit="events",
 )  # fmt: skip
+PROBE = Metric(
+    "kvlens_probe_seconds_total", "counter", "Time the engine spent on being watched.", "what does watching cost?",
+    _one(lambda e: e.tallies.probe_seconds), unit="seconds",
+)  # fmt: skip
 LAG = Metric(
     "kvlens_observer_lag_seconds", "gauge", "From a frame being written to it being read.", "is the observer behind?",
     _one(lambda e: e.lag_seconds), unit="seconds", of_the_living=True,
@@ -210,7 +214,7 @@ METRICS: tuple[Metric, ...] = (
     UP, LAST_FRAME, STEPS, POOL_SLOTS, POOL_SIZE, POOL_BYTES, ROWS, ACTIVE_ROWS, ALLOCATED, COMMITTED, UNCOMMITTED,
     ASSERTIONS, FINDINGS_OPEN, FINDINGS, LEAKED_SLOTS, LEAKED_ROWS, LIVE, REQUESTS, TTFT, INTER_TOKEN, QUEUE,
     PREFIX_QUERIED, PREFIX_HIT, PREFILLED, GENERATED, EVICTED, RETRACTIONS, ABORTS, FRAMES, FRAMES_LOST,
-    EVENTS_DROPPED, LAG,
+    EVENTS_DROPPED, PROBE, LAG,
 )  # fmt: skip
 
 # Of each kind the severity it has; a failed check has that of the check.

@@ -7,15 +7,17 @@ with exemplars, without timestamps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from prometheus_client.core import Metric
 from prometheus_client.samples import Exemplar, Sample
-from prometheus_client.utils import floatToGoString
+from prometheus_client.utils import floatToGoString as _untyped_number
 
 MOST_SERIES: Final = 100_000
 """Kept line beginnings; engines come and go under new names, so at this many the memory starts afresh."""
+
+_number: Callable[[float], str] = _untyped_number
 
 
 class PageWriter:
@@ -48,9 +50,9 @@ class PageWriter:
             if start is None:
                 start = self._begin(key, sample)
             if exemplars and sample.exemplar is not None:
-                yield f"{start}{floatToGoString(sample.value)} # {_exemplar(sample.exemplar)}\n"
+                yield f"{start}{_number(sample.value)} # {_exemplar(sample.exemplar)}\n"
             else:
-                yield f"{start}{floatToGoString(sample.value)}\n"
+                yield f"{start}{_number(sample.value)}\n"
 
     def _begin(self, key: tuple[str, ...], sample: Sample) -> str:
         if len(self._begun) >= MOST_SERIES:
@@ -74,4 +76,4 @@ def _escaped(value: str) -> str:
 
 
 def _exemplar(exemplar: Exemplar) -> str:
-    return f"{_labels(exemplar.labels)} {floatToGoString(exemplar.value)}"
+    return f"{_labels(exemplar.labels)} {_number(exemplar.value)}"

@@ -1,13 +1,15 @@
 """OpenTelemetry: metrics from the latest snapshot, one trace per ended request, a log record per check and finding.
 
-Switched on by the standard variables: nothing is sent unless an `OTEL_EXPORTER_OTLP_*ENDPOINT` is set. The engine carries
-no SDK; everything is made here, out of what the observer knows.
+Switched on by the standard variables: nothing is sent unless an `OTEL_EXPORTER_OTLP_*ENDPOINT` is set. The engine
+carries no SDK; everything is made here, out of what the observer knows.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
+import time
 import uuid
 from typing import Final
 
@@ -27,6 +29,7 @@ from kvlens.exporters.request_trace import build_trace
 from kvlens.observer.schema import LedgerEvent, State, Timeline
 
 CLOSE_SECONDS: Final = 5.0
+_NAMED: Final = re.compile(r"(?:^|,)\s*([^=,\s]+)\s*=")
 _SIGNALS = ("TRACES", "METRICS", "LOGS")
 
 
@@ -58,13 +61,12 @@ def _needs_http(signal: str) -> None:
 
 def _resource() -> Resource:
     """`OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` go before what is set here."""
-    own = {SERVICE_NAME: "kvlens", SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: str(uuid.uuid4())}
+    own = {SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: str(uuid.uuid4())}
     given = Resource.create().attributes
-    # The SDK fills in a name of its own when nobody gave one.
-    named = not str(given.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service")
-    return Resource.create(
-        {key: value for key, value in own.items() if key not in given or (not named and key == SERVICE_NAME)}
-    )
+    if str(given[SERVICE_NAME]).startswith("unknown_service"):  # what the SDK says when nobody gave a name
+        own[SERVICE_NAME] = "kvlens"
+    named = _NAMED.findall(os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
+    return Resource.create({key: value for key, value in own.items() if key not in named})
 
 
 class OtlpSink:
@@ -132,8 +134,9 @@ class OtlpSink:
         ]
         for thread in ends:
             thread.start()
+        until = time.monotonic() + CLOSE_SECONDS
         for thread in ends:
-            thread.join(CLOSE_SECONDS)
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 _FINDING_KEYS = {

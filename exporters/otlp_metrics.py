@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -22,20 +22,21 @@ from opentelemetry.sdk.metrics.export import (
     ScopeMetrics,
 )
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import INVALID_SPAN_ID
 
 from kvlens import __version__
 from kvlens.exporters import catalog
 from kvlens.observer.schema import EngineState, HistogramState, State
 
+SCOPE: Final = "kvlens"
 Latest = Callable[[], State | None]
 
 
 def meter_provider(resource: Resource, latest: Latest) -> MeterProvider:
     """Exports what `latest` gives, at the interval and to the address the `OTEL_*` variables say."""
-    exporter = WithHistograms(OTLPMetricExporter(), resource, latest)
+    exporter = WithHistograms(OTLPMetricExporter(), latest)
     provider = MeterProvider([PeriodicExportingMetricReader(exporter)], resource=resource, shutdown_on_exit=False)
-    meter = provider.get_meter("kvlens", __version__)
+    meter = provider.get_meter(SCOPE, __version__)
     for metric in catalog.METRICS:
         callbacks = [_reader(metric, latest)]
         if metric.kind == "counter":
@@ -58,26 +59,33 @@ def _reader(metric: catalog.Metric, latest: Latest) -> Callable[[CallbackOptions
     return read
 
 
+def _joined(part: ResourceMetrics, more: list[Metric]) -> ResourceMetrics:
+    """`more` into our own scope: of two entries for one scope the encoder would keep only the last."""
+    scopes = [
+        ScopeMetrics(scope.scope, [*scope.metrics, *more], scope.schema_url) if scope.scope.name == SCOPE else scope
+        for scope in part.scope_metrics
+    ]
+    return ResourceMetrics(part.resource, scopes, part.schema_url)
+
+
 class WithHistograms(MetricExporter):
     """Adds the catalogue's histograms to each export: the SDK has no instrument for counts made elsewhere.
 
     Their temporality is cumulative, whatever is preferred for the others.
     """
 
-    def __init__(self, inner: OTLPMetricExporter, resource: Resource, latest: Latest) -> None:
+    def __init__(self, inner: OTLPMetricExporter, latest: Latest) -> None:
         super().__init__(inner._preferred_temporality, inner._preferred_aggregation)
         self._inner = inner
-        self._resource = resource
         self._latest = latest
         self._started_ns = time.time_ns()
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         state = self._latest()
-        scopes = list(metrics_data.resource_metrics) if metrics_data is not None else []
         if state is not None and state.engines:
-            scope = ScopeMetrics(InstrumentationScope("kvlens", __version__), self._histograms(state), "")
-            scopes.append(ResourceMetrics(self._resource, [scope], ""))
-        return self._inner.export(MetricsData(scopes), timeout_millis, **kwargs)
+            histograms = self._histograms(state)
+            metrics_data = MetricsData([_joined(part, histograms) for part in metrics_data.resource_metrics])
+        return self._inner.export(metrics_data, timeout_millis, **kwargs)
 
     def _histograms(self, state: State) -> list[Metric]:
         metrics = []
@@ -100,7 +108,8 @@ class WithHistograms(MetricExporter):
         exemplars = []
         if histogram.exemplar is not None:
             value, trace_id = histogram.exemplar
-            exemplars.append(Exemplar({}, value, at_ns, None, int(trace_id, 16)))
+            # Which span is not known; without any, the encoder would drop the trace as well.
+            exemplars.append(Exemplar({}, value, at_ns, INVALID_SPAN_ID, int(trace_id, 16)))
         return HistogramDataPoint(
             attributes={"engine": engine.engine, "rank": engine.rank},
             start_time_unix_nano=self._started_ns,

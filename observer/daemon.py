@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class Daemon:
         self.watches = [Watch(source, self.store) for source in sources]
         self._page: _Page | None = None
         self._next_discovery = self._next_state = 0.0
+        self._problems: dict[Path, str | None] = {}
 
     async def run(self, ready: Callable[[str], None] = print) -> None:
         """Serve until SIGTERM or SIGINT. Raises ObserveError when the port is taken."""
@@ -116,6 +118,7 @@ class Daemon:
         busy = False
         for watch in self.watches:
             news = watch.poll()
+            self._complain(watch)
             busy |= news.more
             self._spread(news)
         if self._sinks and now >= self._next_state:
@@ -131,6 +134,14 @@ class Daemon:
         for event in news.events:
             for listener in self.listeners:
                 listener(event)
+
+    def _complain(self, watch: Watch) -> None:
+        """Say once what is wrong with a recorder."""
+        path, problem = watch.source.path, watch.source.problem
+        if self._problems.get(path) != problem:
+            self._problems[path] = problem
+            if problem is not None:
+                print(f"kvlens: {problem}", file=sys.stderr, flush=True)
 
     def _discover(self) -> None:
         known = {watch.source.path for watch in self.watches}

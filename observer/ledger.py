@@ -56,7 +56,6 @@ class FailedCheck:
     """A check that failed, once or again and again for the same tenancy."""
 
     event: CheckFailed
-    first_at: float
     last_at: float
     count: int = 1
     slots: int = 0
@@ -120,6 +119,7 @@ class Ledger:
         if frame.columns is not None:
             self._resynchronise(frame, frame.columns)
         self._counting.counts["frames"] += 1
+        self._counting.counts["probe_ns"] += frame.probe_ns
         self._counting.counts["dropped_events"] = max(
             self._counting.counts["dropped_events"], 0 if replay else frame.dropped_events
         )
@@ -329,7 +329,7 @@ class Ledger:
         known = self.failed.get(key)
         slots = event.facts.get("slots", 0)
         if known is None:
-            self.failed[key] = FailedCheck(event, at, at, slots=slots)
+            self.failed[key] = FailedCheck(event, at, slots=slots)
         else:
             known.last_at, known.count, known.slots = at, known.count + 1, known.slots + slots
         story = self.stories.get(event.request) if event.request else None

@@ -196,15 +196,22 @@ class PoolStatsObserver:
         self._urgent = self._alarm = True
 
     def _check_lengths(self, view: EngineView, lengths: NDArray[np.int32]) -> None:
-        """P <= C <= A of every holder; the lengths are stored in that order."""
-        wrong = (lengths[1:3] < lengths[0:2]).any(0)
-        if not wrong.any():
-            return
+        """P <= C <= A of every holder (the lengths are stored in that order), and P on a page border."""
+        disordered = (lengths[1:3] < lengths[0:2]).any(0)
+        if disordered.any():
+            self._report_row(view, CHECKS.committed_within_allocated, disordered)
+        page = view.pools[0].page_size
+        if page > 1 and (unaligned := lengths[PROTECTED] % page != 0).any():
+            self._report_row(view, CHECKS.protected_page_aligned, unaligned)
+
+    def _report_row(self, view: EngineView, check: Check, wrong: Any) -> None:
+        """Tell the first holder that is wrong (bool [holders]), once for the lengths it has."""
         row = int(view.holders().rows[np.flatnonzero(wrong)[0]])
-        facts = {name: int(value) for name, value in zip(("P", "C", "A"), view.lengths[:3, row], strict=True)}
-        if self._residuals.get(f"lengths of {row}") != hash(tuple(facts.values())):
-            self._residuals[f"lengths of {row}"] = hash(tuple(facts.values()))
-            self._tell(self._check_failed(view, CHECKS.committed_within_allocated, f"row {row}", facts, row))
+        lengths = dict(zip(("P", "C", "A"), view.lengths[:3, row].tolist(), strict=True))
+        told = hash((check.name, *lengths.values()))
+        if self._residuals.get(f"{check.name} {row}") != told:
+            self._residuals[f"{check.name} {row}"] = told
+            self._tell(self._check_failed(view, check, f"row {row}", lengths, row))
 
     def _check_failed(
         self, view: EngineView, check: Check, hint: str, facts: dict[str, int], row: int = -1

@@ -7,13 +7,11 @@ that a source cannot know is None, never zero.
 from __future__ import annotations
 
 import enum
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from kvlens.engine.probe import AnyEvent, SlotRange
-
-SCHEMA_VERSION: Final = 1
 
 
 class StrEnum(str, enum.Enum):
@@ -232,6 +230,7 @@ class Tallies(msgspec.Struct, frozen=True):
     frames: int
     frames_lost: int
     dropped_events: int
+    probe_seconds: float  # spent by the engine on being watched
     histograms: dict[str, HistogramState]  # time_to_first_token_seconds, inter_token_seconds, queue_seconds,
     #                                        kv_uncommitted_tokens
 

@@ -71,5 +71,6 @@ class TallyBook:
             frames=counts["frames"],
             frames_lost=counts["frames_lost"],
             dropped_events=counts["dropped_events"],
+            probe_seconds=counts["probe_ns"] / 1e9,
             histograms={name: histogram.state() for name, histogram in self.histograms.items()},
         )

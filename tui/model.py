@@ -10,8 +10,6 @@ from kvlens.observer.schema import EngineState, Finding, PoolState, RowState, St
 MISSING = "–"
 """A figure nobody knows: never a zero."""
 POOL_STATES = ("free", "evictable", "protected", "private", "session", "unaccounted")
-STALE_AFTER = 3
-"""Refresh intervals after which data counts as old."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class CompletionRequest(Generation, kw_only=True):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [tokenizer.encode(prompt)]
+        if not prompt:
+            return []
         if all(isinstance(part, int) for part in prompt):
             return [[part for part in prompt if isinstance(part, int)]]
         if any(isinstance(part, int) for part in prompt):

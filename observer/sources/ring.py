@@ -21,7 +21,6 @@ class Poll:
     identity: Identity | None = None
     frames: list[tuple[int, Frame]] = field(default_factory=list)
     lost: int = 0
-    unreadable: int = 0
     more: bool = False
 
 
@@ -80,7 +79,6 @@ class RingSource:
                 result.frames.append((record.sequence, decode(record.payload)))
             except FrameError as error:
                 self.problem = str(error)
-                result.unreadable += 1
         if not records and self._reader.is_replaced:
             self.close()
         return result

@@ -181,6 +181,16 @@ def test_lengths_that_contradict_each_other_are_told_once(a_run) -> None:
     assert [(event.row, event.request) for event in failed][:1] == [(req.kv.req_pool_idx, req.number)]
 
 
+def test_a_protected_length_off_its_page_border_is_told(a_run) -> None:
+    run = a_run(page_size=4)
+    req = run.ask(10, answer=50)
+    run.step(3)
+    req.kv.cache_protected_len -= 1
+    run.step(1)
+    failed = [event for event in run.events(CheckFailed) if event.check == "protected-page-aligned"]
+    assert [(event.row, event.protected_tokens) for event in failed] == [(req.kv.req_pool_idx, 7)]
+
+
 def test_a_failing_check_is_published_before_its_caller_goes_on(a_run) -> None:
     run = a_run()
     run.ask(10, answer=50)
