@@ -13,7 +13,7 @@ from textual.widgets import DataTable, Footer, Static
 from kvlens.observer.schema import Finding, Timeline, TimelineEntry
 from kvlens.tui.model import MISSING, age, number
 
-COLUMNS = (("after", 9), ("event", 15), ("step", 9), ("row.gen", 8), ("prot", 6), ("commit", 6), ("alloc", 6), ("", 60))
+COLUMNS = (("after", 11), ("event", 15), ("step", 9), ("row.gen", 7), ("prot", 6), ("commit", 6), ("alloc", 6))
 
 
 class TimelineScreen(Screen[None]):
@@ -25,11 +25,13 @@ class TimelineScreen(Screen[None]):
         super().__init__()
         self._rid = rid
         self._finding = finding
+        self._details: list[str] = []
 
     def compose(self) -> ComposeResult:
         yield Static(id="request")
         yield Static(_finding_text(self._finding) if self._finding is not None else "", id="finding")
         yield DataTable(id="entries", cursor_type="row")
+        yield Static(id="detail")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -55,8 +57,14 @@ class TimelineScreen(Screen[None]):
         head.update(_head(answer))
         table = self.query_one(DataTable)
         table.clear()
+        self._details = [_detail(entry) for entry in answer.entries]
         for entry in answer.entries:
             table.add_row(*_cells(entry, answer.queued_at))
+
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        """What more there is to the entry under the cursor."""
+        detail = self._details[event.cursor_row] if event.cursor_row < len(self._details) else ""
+        self.query_one("#detail", Static).update(Text(detail, "dim"))
 
 
 def _head(timeline: Timeline) -> Text:
@@ -82,9 +90,11 @@ def _finding_text(finding: Finding) -> Text:
 
 def _cells(entry: TimelineEntry, queued_at: float) -> list[Text]:
     tenancy = f"{entry.row}.{entry.generation}" if entry.row is not None else MISSING
-    detail = "  ".join(f"{name} {value}" for name, value in entry.detail.items() if value not in ("", None))
     style = "bold red" if entry.event in ("check_failed", "abort_requested") else ""
     figures = (entry.protected_tokens, entry.committed_tokens, entry.allocated_tokens)
     right = [f"+{max(0.0, entry.at - queued_at):.3f} s", entry.event, f"{entry.step:,}", tenancy, *map(number, figures)]
-    cells = [Text(cell, style, justify="left" if place == 1 else "right") for place, cell in enumerate(right)]
-    return [*cells, Text(detail, "dim", no_wrap=True, overflow="ellipsis")]
+    return [Text(cell, style, justify="left" if place == 1 else "right") for place, cell in enumerate(right)]
+
+
+def _detail(entry: TimelineEntry) -> str:
+    return "  ".join(f"{name} {value}" for name, value in entry.detail.items() if value not in ("", None))

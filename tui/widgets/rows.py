@@ -12,10 +12,10 @@ from kvlens.tui.model import MISSING, View, age, matches, number, sort_rows
 
 COLUMNS = (
     ("row", "row", 4), ("generation", "gen", 4), ("request", "request", 24), ("phase", "phase", 8),
-    ("protected", "prot", 5), ("committed", "commit", 6), ("allocated", "alloc", 5), ("age", "age", 7),
+    ("protected", "prot", 5), ("committed", "commit", 6), ("allocated", "alloc", 5), ("age", "age", 9),
 )  # fmt: skip
 MOST_SHOWN = 200
-REQUEST_LEAST = 20
+REQUEST_LEAST, REQUEST_MOST = 20, 48
 
 
 class RowTable(DataTable[Text]):
@@ -46,7 +46,7 @@ class RowTable(DataTable[Text]):
         room = self.size.width - figures - 2 * self.cell_padding * len(COLUMNS) - 1
         for column in self.columns.values():
             if column.key.value == "request":
-                column.width = max(REQUEST_LEAST, room)
+                column.width = min(max(REQUEST_LEAST, room), REQUEST_MOST)
         self.refresh(layout=True)
 
     def show_view(self, view: View) -> None:
@@ -58,7 +58,7 @@ class RowTable(DataTable[Text]):
             self.remove_row(key)
             del self._cells[key]
         for key, row in shown.items():
-            self._put(key, row, view.now)
+            self._put(key, row, view.fetched_at or view.now)  # of an observer that is gone, no row grows older
         order = {key: place for place, key in enumerate(shown)}
         if list(shown) != [str(row.key.value) for row in self.ordered_rows]:
             self._sort_to(order)
