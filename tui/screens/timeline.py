@@ -37,7 +37,7 @@ class TimelineScreen(Screen[None]):
     def on_mount(self) -> None:
         table = self.query_one(DataTable)
         for label, width in COLUMNS:
-            table.add_column(label, width=width)
+            table.add_column(Text(label, justify="left" if label == "event" else "right"), width=width)
         self.query_one("#finding").display = self._finding is not None
         table.focus()
         self.action_reload()

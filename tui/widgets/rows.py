@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.console import JustifyMethod
 from rich.text import Text
 from textual.coordinate import Coordinate
 from textual.message import Message
@@ -38,7 +39,8 @@ class RowTable(DataTable[Text]):
 
     def on_mount(self) -> None:
         for key, label, width in COLUMNS:
-            self.add_column(label, key=key, width=width)
+            justify: JustifyMethod = "left" if key in ("request", "phase") else "right"
+            self.add_column(Text(label, justify=justify), key=key, width=width)
 
     def on_resize(self) -> None:
         """The request takes what the figures leave."""
