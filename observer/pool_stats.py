@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from kvlens.engine.probe import (
     RowReturned,
     RowTaken,
 )
-from kvlens.engine.record import ALLOCATED, COMMITTED, LENGTHS, PROTECTED, Phase
+from kvlens.engine.record import ALLOCATED, COMMITTED, PROTECTED, Phase
 from kvlens.observer.census import take_census
 from kvlens.observer.frames import encode
 from kvlens.observer.schema import Frame, Identity, PoolAccount, RowColumns
@@ -29,14 +29,23 @@ from kvlens.observer.schema import Frame, Identity, PoolAccount, RowColumns
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvlens.engine.probe import EngineView, PoolView
+    from kvlens.engine.probe import EngineView, Holders
 
 _MS = 1_000_000
 _BALANCES = {"rows": CHECKS.row_pool_balances, "full": CHECKS.full_pool_balances}
 _URGENT = frozenset({AbortRequested, CacheFlushed, CheckFailed, RequestFinished, RequestRetracted})
 
-_NO_ROWS: NDArray[np.int32] = np.zeros((LENGTHS, 0), np.int32)
+FEW = 24
+"""Holders up to which their lengths are summed one by one."""
 _sum = np.add.reduce
+
+
+class Totals(NamedTuple):
+    """Sums over the holders: C, A, and ceil(A) - P."""
+
+    committed: int
+    allocated: int
+    private: int
 
 
 def active_pool_idxs(view: EngineView) -> NDArray[np.int64]:
@@ -75,6 +84,8 @@ class PoolStatsObserver:
         self._events: list[AnyEvent] = []
         self._urgent = False
         self._alarm = False
+        self._holders: Holders | None = None
+        self._rows: list[int] = []
         self._names: dict[int, tuple[int, str, str | None]] = {}
         self._tenants: dict[int, tuple[int, str, str | None]] = {}
         self._residuals: dict[str, int] = {}
@@ -136,14 +147,14 @@ class PoolStatsObserver:
 
     def step(self, view: EngineView) -> None:
         started = self._clock()
-        # Run after a forward pass, with everything cold: what counts here is how few calls are made.
-        rows = view.holders().rows
-        held = len(rows)
-        lengths = view.lengths.take(rows, 1) if held else _NO_ROWS
-        sums = _sum(lengths, 1).tolist()
+        holders = view.holders()
+        held = len(holders.rows)
+        totals = self._totals(view, holders)
         accounts = [PoolAccount("rows", view.row_size, view.free_row_count, 0, 0, held, 0)]
         for pool in view.pools:
-            accounts.append(_account(pool, lengths[ALLOCATED], sums))
+            accounts.append(
+                PoolAccount(pool.name, pool.size, pool.free(), pool.evictable(), pool.protected(), totals.private, 0)
+            )
         changed = self._balance(view, accounts)
         if self._first_step < 0:
             self._first_step = view.step
@@ -155,10 +166,10 @@ class PoolStatsObserver:
         if key or self._urgent or started - self._framed >= self._coalesce_ns:
             self._mode = mode
             if held:
-                self._check_lengths(view, lengths)
+                self._check_lengths(view, holders)
             self._publish(
                 started, self._first_step, view.step, mode, held, view.waiting, accounts,
-                (sums[ALLOCATED], sums[COMMITTED]), view if key else None,
+                (totals.allocated, totals.committed), view if key else None,
             )  # fmt: skip
         self._probe_ns += self._clock() - started
 
@@ -169,6 +180,27 @@ class PoolStatsObserver:
         self._close()
 
     # -- accounts ---------------------------------------------------------------------------------------------------
+
+    def _totals(self, view: EngineView, holders: Holders) -> Totals:
+        """Sums over the holders; the pools of one engine share a page size."""
+        page = view.pools[0].page_size
+        if len(holders.rows) > FEW:
+            lengths = view.lengths.take(holders.rows, 1)
+            protected, committed, allocated, _ = _sum(lengths, 1).tolist()
+            ceiled = allocated if page == 1 else int(_sum((lengths[ALLOCATED] + (page - 1)) // page)) * page
+            return Totals(committed, allocated, ceiled - protected)
+        # A handful of rows is read cell by cell: this runs after a forward pass, with everything cold, and then each
+        # call of numpy costs more than all of them.
+        if holders is not self._holders:
+            self._holders, self._rows = holders, holders.rows.tolist()
+        cells = view.lengths.data
+        committed = allocated = private = 0
+        for row in self._rows:
+            held = cells[ALLOCATED, row]
+            allocated += held
+            committed += cells[COMMITTED, row]
+            private += -(-held // page) * page - cells[PROTECTED, row]
+        return Totals(committed, allocated, private)
 
     def _balance(self, view: EngineView, accounts: list[PoolAccount]) -> bool:
         """Tell each amount that is off once; True when one has changed, for better or worse."""
@@ -195,8 +227,9 @@ class PoolStatsObserver:
         self._events.append(event)
         self._urgent = self._alarm = True
 
-    def _check_lengths(self, view: EngineView, lengths: NDArray[np.int32]) -> None:
+    def _check_lengths(self, view: EngineView, holders: Holders) -> None:
         """P <= C <= A of every holder (the lengths are stored in that order), and P on a page border."""
+        lengths = view.lengths.take(holders.rows, 1)
         disordered = (lengths[1:3] < lengths[0:2]).any(0)
         if disordered.any():
             self._report_row(view, CHECKS.committed_within_allocated, disordered)
@@ -298,12 +331,3 @@ class PoolStatsObserver:
             requests.astype("<i8").tobytes(), phases.tobytes(), lengths[PROTECTED].tobytes(),
             lengths[COMMITTED].tobytes(), lengths[ALLOCATED].tobytes(),
         )  # fmt: skip
-
-
-def _account(pool: PoolView, allocated: NDArray[np.int32], sums: list[int]) -> PoolAccount:
-    """Private is ceil(A) - P, summed over the holders; sums: of P, C, A, E."""
-    page = pool.page_size
-    ceiled = sums[ALLOCATED] if page == 1 else int(_sum((allocated + (page - 1)) // page)) * page
-    return PoolAccount(
-        pool.name, pool.size, pool.free(), pool.evictable(), pool.protected(), ceiled - sums[PROTECTED], 0
-    )
