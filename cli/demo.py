@@ -130,6 +130,7 @@ def summary(engine: EngineState, findings: list[Finding], users: UserTotals, ela
             "hung_up": users.hung_up,
             "refused": users.refused,
             "errors": users.errors,
+            "first_token_seconds": users.first_token_seconds,
         },
     }
 

@@ -56,8 +56,8 @@ class UserTotals:
     answered: int = 0
     hung_up: int = 0
     refused: int = 0
-    first_token_at: float | None = None
-    """Monotonic seconds of the first token any user received."""
+    first_token_seconds: float | None = None
+    """From the first request to the first token any user received."""
     errors: list[str] = field(default_factory=list)
 
 
@@ -67,9 +67,11 @@ class SyntheticUsers:
     def __init__(self, config: UsersConfig) -> None:
         self._config = config
         self.totals = UserTotals()
+        self._started = 0.0
 
     async def run(self, stop: asyncio.Event) -> UserTotals:
         """Ask until `stop` is set; requests then under way are answered to their end."""
+        self._started = time.monotonic()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
             await asyncio.gather(*(self._person(session, number, stop) for number in range(self._config.users)))
         return self.totals
@@ -133,8 +135,8 @@ class SyntheticUsers:
         async for line in response.content:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                 continue
-            if self.totals.first_token_at is None:
-                self.totals.first_token_at = time.monotonic()
+            if self.totals.first_token_seconds is None:
+                self.totals.first_token_seconds = round(time.monotonic() - self._started, 3)
             pieces.append(msgspec.json.decode(line[6:])["choices"][0]["text"])
             if patience is not None and len(pieces) >= patience:
                 response.close()
