@@ -30,7 +30,7 @@ from kvlens.engine.schedule.finish import FinishRules
 from kvlens.engine.schedule.scheduler import Output, Scheduler
 
 if TYPE_CHECKING:
-    from kvlens.engine.model.runner import Runner
+    from kvlens.engine.model.forward import Runner
     from kvlens.engine.probe import Probe
 
 T = TypeVar("T")

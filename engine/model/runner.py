@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,33 +14,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvlens.engine.model.forward import ForwardBatch
     from kvlens.engine.model.llama import LlamaModel
     from kvlens.engine.pools.kv import MHATokenToKVPool
     from kvlens.engine.pools.rows import ReqToTokenPool
-    from kvlens.engine.record import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """One step's work. Tokens of all requests stand one after another; B requests, N tokens."""
-
-    token_ids: NDArray[np.int64]  # [N]
-    positions: NDArray[np.int64]  # [N]
-    out_slots: NDArray[np.int64]  # [N]
-    rows: NDArray[np.int64]  # [B]
-    prefix_lens: NDArray[np.int64]  # [B], tokens already in the pool
-    seq_lens: NDArray[np.int64]  # [B], with the new ones
-    is_decode: bool  # one new token per request
-    sampling: Sequence[SamplingParams]
-    numbers: Sequence[int]
-
-
-class Runner(Protocol):
-    """What the scheduler needs of a model."""
-
-    def forward(self, batch: ForwardBatch) -> NDArray[np.int64]:
-        """The next token of each request, int64 [B]."""
-        ...
 
 
 class ModelRunner:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvlens.engine.model.runner import ForwardBatch
+from kvlens.engine.model.forward import ForwardBatch
 from kvlens.engine.record import COMMITTED
 
 if TYPE_CHECKING:

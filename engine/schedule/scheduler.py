@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvlens.engine.memory.memory import KvMemory
-    from kvlens.engine.model.runner import Runner
+    from kvlens.engine.model.forward import Runner
     from kvlens.engine.probe import Probe
 
 

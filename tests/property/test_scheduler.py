@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvlens.engine.contracts import Contracts, Mode
 from kvlens.engine.memory.memory import KvMemory, build_memory
-from kvlens.engine.model.runner import ForwardBatch
+from kvlens.engine.model.forward import ForwardBatch
 from kvlens.engine.probe import AbortRequested, Evicted, KvReleased, NodeSplit, NullProbe, RequestRetracted
 from kvlens.engine.record import Phase as ReqPhase
 from kvlens.engine.record import Req, SamplingParams

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvlens.engine.contracts import Contracts
+from kvlens.engine.model.forward import ForwardBatch
 from kvlens.engine.model.load import load_model
-from kvlens.engine.model.runner import ForwardBatch, ModelRunner
+from kvlens.engine.model.runner import ModelRunner
 from kvlens.engine.pools.kv import MHATokenToKVPool
 from kvlens.engine.pools.rows import ReqToTokenPool
 from kvlens.engine.probe import NullProbe
