@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _UNFINISHED = "\ufffd"
-# A character has at most four bytes; after that many tokens, what is still no character never becomes one.
-_LONGEST_CHARACTER = 4
 
 
 class Decoder(Protocol):
@@ -23,6 +21,7 @@ class TextStream:
         self._ids: list[int] = []
         self._context = 0  # tokens from here on are decoded together: a token's text can depend on the one before
         self._decoded = 0  # tokens up to here have become text
+        self._sent = 0  # characters of the window from `_context` on that were handed out
         self._held = ""
         self.matched: str | None = None
         """The stop string that was reached; text ends before it."""
@@ -44,13 +43,14 @@ class TextStream:
         return text
 
     def _new_text(self, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._context : self._decoded])
         text = self._tokenizer.decode(self._ids[self._context :])
-        waits = text.endswith(_UNFINISHED) and len(self._ids) - self._decoded < _LONGEST_CHARACTER
-        if not final and (waits or len(text) <= len(before)):
-            return ""
-        self._context, self._decoded = self._decoded, len(self._ids)
-        return text[len(before) :]
+        certain = len(text) if final else len(text.rstrip(_UNFINISHED))
+        new = text[self._sent : certain]
+        self._sent = max(self._sent, certain)
+        if certain == len(text):
+            self._context, self._decoded = self._decoded, len(self._ids)
+            self._sent = len(self._tokenizer.decode(self._ids[self._context :]))
+        return new
 
     def _release(self, text: str) -> str:
         text = self._held + text
