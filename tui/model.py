@@ -111,7 +111,7 @@ def engine_line(engine: EngineState, now: float) -> str:
     silent = f"silent {age(now - engine.updated_at)}"
     rate = f"{engine.tokens_per_second:,.0f} tok/s" if engine.status == "up" else silent
     return (
-        f"{engine.engine[:12]:<12} {engine.status:<7} {engine.mode:<7} step {engine.step:>9,} run {engine.running:>3} "
+        f"{engine.engine[:15]:<15} {engine.status:<7} {engine.mode:<7} step {engine.step:>9,} run {engine.running:>3} "
         f"wait {engine.waiting:>3} {rate:>11}"
     )
 
