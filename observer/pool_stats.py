@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ from kvlens.engine.probe import (
     AbortRequested,
     AnyEvent,
     CacheFlushed,
+    CensusTaken,
     CheckFailed,
     RequestFinished,
     RequestQueued,
@@ -63,6 +64,8 @@ class PoolStatsObserver:
     KEY_NS = 1_000 * _MS
     ALARM_NS = 100 * _MS
     CENSUS_NS = 5_000 * _MS
+    REPEAT_NS = 60_000 * _MS
+    """Lengths that stay wrong are told again that often: a finding ends five minutes after its last failure."""
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class PoolStatsObserver:
         self._names: dict[int, tuple[int, str, str | None]] = {}
         self._tenants: dict[int, tuple[int, str, str | None]] = {}
         self._residuals: dict[str, int] = {}
+        self._wrong: dict[str, dict[tuple[int, int], int]] = {}
         self._first_step = -1
         self._framed = self._keyed = self._censused = -(1 << 62)
         self._mode = ""
@@ -230,21 +234,27 @@ class PoolStatsObserver:
     def _check_lengths(self, view: EngineView, holders: Holders) -> None:
         """P <= C <= A of every holder (the lengths are stored in that order), and P on a page border."""
         lengths = view.lengths.take(holders.rows, 1)
-        disordered = (lengths[1:3] < lengths[0:2]).any(0)
-        if disordered.any():
-            self._report_row(view, CHECKS.committed_within_allocated, disordered)
+        disordered: NDArray[np.bool_] = np.any(lengths[1:3] < lengths[0:2], axis=0)
+        self._report_rows(view, CHECKS.committed_within_allocated, holders, disordered)
         page = view.pools[0].page_size
-        if page > 1 and (unaligned := lengths[PROTECTED] % page != 0).any():
-            self._report_row(view, CHECKS.protected_page_aligned, unaligned)
+        if page > 1:
+            unaligned = (lengths[PROTECTED] % page).astype(np.bool_)
+            self._report_rows(view, CHECKS.protected_page_aligned, holders, unaligned)
 
-    def _report_row(self, view: EngineView, check: Check, wrong: Any) -> None:
-        """Tell the first holder that is wrong (bool [holders]), once for the lengths it has."""
-        row = int(view.holders().rows[np.flatnonzero(wrong)[0]])
-        lengths = dict(zip(("P", "C", "A"), view.lengths[:3, row].tolist(), strict=True))
-        told = hash((check.name, *lengths.values()))
-        if self._residuals.get(f"{check.name} {row}") != told:
-            self._residuals[f"{check.name} {row}"] = told
-            self._tell(self._check_failed(view, check, f"row {row}", lengths, row))
+    def _report_rows(self, view: EngineView, check: Check, holders: Holders, wrong: NDArray[np.bool_]) -> None:
+        """Tell each tenancy that is wrong (bool [holders]) when it begins to be, and from time to time while it is."""
+        known = self._wrong.get(check.name)
+        if not known and not wrong.any():
+            return
+        told = self._wrong[check.name] = {}
+        now = self._clock()
+        for row in holders.rows[wrong].tolist():
+            tenancy = row, int(view.generations[row])
+            told[tenancy] = known.get(tenancy, -self.REPEAT_NS) if known else -self.REPEAT_NS
+            if now - told[tenancy] >= self.REPEAT_NS:
+                told[tenancy] = now
+                lengths = dict(zip(("P", "C", "A"), view.lengths[:3, row].tolist(), strict=True))
+                self._tell(self._check_failed(view, check, f"row {row}", lengths, row))
 
     def _check_failed(
         self, view: EngineView, check: Check, hint: str, facts: dict[str, int], row: int = -1
@@ -296,9 +306,10 @@ class PoolStatsObserver:
             self._probe_ns,
         )  # fmt: skip
         payload = encode(frame)
-        if len(payload) > self._largest:
-            payload = self._cut(frame)
-        self._write(payload)
+        if len(payload) <= self._largest:
+            self._write(payload)
+        else:
+            self._write_lighter(frame)
         self._events = []
         self._urgent = False
         self._probe_ns = 0
@@ -309,11 +320,28 @@ class PoolStatsObserver:
             self._alarm = False
         self._last = frame
 
-    def _cut(self, frame: Frame) -> bytes:
-        """The frame without its events, which are counted instead; the pool map goes with them."""
-        self._dropped += len(frame.events)
+    def _write_lighter(self, frame: Frame) -> None:
+        """Write as much of a frame as fits. What is watched must not stop because of the size of what it did."""
+        self._keyed = -(1 << 62)  # after events that nobody will see, the next key frame sets the rows right
+        for lighter in self._lighter(frame):
+            payload = encode(lighter)
+            if len(payload) <= self._largest:
+                self._write(payload)
+                return
+
+    def _lighter(self, frame: Frame) -> Iterator[Frame]:
+        """The frame with less and less: names of who waits, the pool map, events (these are counted), the key part."""
+        replace = msgspec.structs.replace
+        if frame.names is not None:
+            frame = replace(frame, names=[*self._tenants.values()])
+            yield frame
+        frame = replace(frame, events=[_without_map(event) for event in frame.events])
+        yield frame
         kept: list[AnyEvent] = [event for event in frame.events if isinstance(event, CheckFailed)]
-        return encode(msgspec.structs.replace(frame, events=kept[:16], dropped_events=self._dropped))
+        self._dropped += len(frame.events) - len(kept[:16])
+        frame = replace(frame, events=kept[:16], dropped_events=self._dropped)
+        yield frame
+        yield replace(frame, columns=None, names=None, identity=None)
 
     def _columns(self, view: EngineView) -> RowColumns:
         """Every taken row: the holders', and those that nobody holds."""
@@ -331,3 +359,8 @@ class PoolStatsObserver:
             requests.astype("<i8").tobytes(), phases.tobytes(), lengths[PROTECTED].tobytes(),
             lengths[COMMITTED].tobytes(), lengths[ALLOCATED].tobytes(),
         )  # fmt: skip
+
+
+def _without_map(event: AnyEvent) -> AnyEvent:
+    """A census keeps what is wrong, and loses who owns the rest."""
+    return msgspec.structs.replace(event, owners=[], truncated=True) if isinstance(event, CensusTaken) else event

@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import re
+import stat
 import struct
 import tempfile
 import threading
@@ -44,7 +45,8 @@ KEPT: Final = 3
 _RECORD = struct.Struct("<IIQQ")
 _COVERED = struct.Struct("<IQQ")
 _ALIGN = 16
-_ROTATED = re.compile(r"\.[0-9a-f]{8,32}\.ring$")
+_ROTATED = re.compile(r"(.+)\.[0-9a-f]{32}\.ring")
+"""Name of an earlier instance's file; what stands before its instance is the stem of the ring it was."""
 
 
 class RingError(KvlensError):
@@ -218,39 +220,32 @@ class RingReader:
         """Raises RingError when there is no such file, it is no ring, or one of another version."""
         self.path = path
         self.lost = 0
+        self._file = _open(path)
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise RingError(f"there is no ring {path}: start the engine with --ring {path}, or name another") from None
-        except OSError as error:
-            raise RingError(f"{path} cannot be read ({error.strerror}): run as the user of the engine") from None
-        try:
-            self._open(path)
+            words = _read_header(self._file, path)
+            self._capacity, self.pid = words[_Word.CAPACITY], words[_Word.PID]
+            status = os.fstat(self._file)
+            self._inode, expected = status.st_ino, HEADER + self._capacity
+            if status.st_size < expected:
+                raise RingError(
+                    f"{path} is truncated to {status.st_size:,} of {expected:,} bytes: restart its engine for a new one"
+                )
+            self.identity = _read_identity(self._file, path, words)
+            self._position = words[_Word.TAIL]
+            self._sequence: int | None = None
+            if words[_Word.CLOSED] != 1:
+                self._join(words[_Word.HEAD])
         except BaseException:
             os.close(self._file)
             raise
 
-    def _open(self, path: Path) -> None:
-        self._inode = os.fstat(self._file).st_ino
-        words = self._words()
-        if words[_Word.MAGIC] != MAGIC:
-            raise RingError(f"{path} is no flight recorder of kvlens: name the file that `kvlens serve --ring` writes")
-        if words[_Word.VERSION] != VERSION:
-            raise RingError(
-                f"{path} has format {words[_Word.VERSION]}, this kvlens reads {VERSION}: use the version that wrote it"
-            )
-        self._capacity = words[_Word.CAPACITY]
-        expected, size = HEADER + self._capacity, os.fstat(self._file).st_size
-        if size < expected:
-            raise RingError(f"{path} is truncated to {size:,} of {expected:,} bytes: restart its engine for a new one")
-        self.pid = words[_Word.PID]
-        encoded = os.pread(self._file, words[_Word.IDENTITY], len(_Word) * 8)
-        try:
-            self.identity = msgspec.msgpack.decode(encoded, type=Identity)
-        except msgspec.DecodeError as error:
-            raise RingError(f"{path} has an unreadable identity ({error}): restart its engine for a new one") from None
-        self._position = words[_Word.TAIL]
-        self._sequence: int | None = None
+    def _join(self, head: int) -> None:
+        """Learn the oldest record's number, so that what is overwritten before the first `read` counts as lost."""
+        if head == 0:
+            self._sequence = 0
+        elif oldest := self.read(1):
+            self._sequence = oldest[0].sequence - 1
+            self._position -= _padded(len(oldest[0].payload))
 
     def __enter__(self) -> RingReader:
         return self
@@ -348,24 +343,77 @@ class RingReader:
 
     def status(self) -> str:
         """up; stalled: alive without a sign of life or a frame for ten seconds; down: ended, cleanly or not."""
-        words = self._words()
-        now = time.time_ns()
-        beat_age = (now - words[_Word.HEARTBEAT_NS]) / 1e9
-        if words[_Word.CLOSED] == 1:
-            return "down"
-        if words[_Word.PID_NAMESPACE] == _pid_namespace() != 0:
-            if _process_started(self.pid) != words[_Word.PID_STARTED]:
-                return "down"
-        elif beat_age > SILENCE_SECONDS:
-            return "down"
-        frame_age = (now - words[_Word.WRITTEN_NS]) / 1e9
-        return "stalled" if max(beat_age, frame_age) > SILENCE_SECONDS else "up"
+        return _status(self._words())
 
     def _words(self) -> tuple[int, ...]:
-        raw = os.pread(self._file, len(_Word) * 8, 0)
-        if len(raw) < len(_Word) * 8:
-            raise RingError(f"{self.path} is truncated to {len(raw)} bytes: restart its engine for a new one")
-        return struct.unpack(f"<{len(_Word)}Q", raw)
+        return _read_words(self._file, self.path)
+
+
+# -- headers ----------------------------------------------------------------------------------------------------------
+
+
+def _open(path: Path) -> int:
+    """A descriptor of the regular file `path`. Raises RingError."""
+    try:
+        # Without O_NONBLOCK a pipe of that name would wait for somebody to write into it.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise RingError(f"there is no ring {path}: start the engine with --ring {path}, or name another") from None
+    except OSError as error:
+        raise RingError(f"{path} cannot be read ({error.strerror}): run as the user of the engine") from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise RingError(f"{path} is no file: give --ring the file of an engine")
+    return file
+
+
+def _read_header(file: int, path: Path) -> tuple[int, ...]:
+    """The words of a ring of this version, whole or truncated. Raises RingError for anything else."""
+    if os.pread(file, 8, 0) != MAGIC.to_bytes(8, "little"):
+        raise RingError(f"{path} is no flight recorder of kvlens: give --ring another file")
+    words = _read_words(file, path)
+    if words[_Word.VERSION] != VERSION:
+        raise RingError(
+            f"{path} has format {words[_Word.VERSION]}, this kvlens reads {VERSION}: use the version that wrote it, or "
+            "move the file away"
+        )
+    if words[_Word.CAPACITY] == 0 or words[_Word.CAPACITY] % _ALIGN:
+        raise _damaged(path, f"capacity {words[_Word.CAPACITY]:,}")
+    return words
+
+
+def _read_identity(file: int, path: Path, words: tuple[int, ...]) -> Identity:
+    try:
+        encoded = os.pread(file, min(words[_Word.IDENTITY], HEADER), len(_Word) * 8)
+        return msgspec.msgpack.decode(encoded, type=Identity)
+    except msgspec.DecodeError as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _damaged(path: Path, what: str) -> RingError:
+    return RingError(f"{path} has a damaged header ({what}): delete it and restart its engine")
+
+
+def _read_words(file: int, path: Path) -> tuple[int, ...]:
+    raw = os.pread(file, len(_Word) * 8, 0)
+    if len(raw) < len(_Word) * 8:
+        raise RingError(f"{path} is truncated to {len(raw)} bytes: delete it and restart its engine")
+    return struct.unpack(f"<{len(_Word)}Q", raw)
+
+
+def _status(words: tuple[int, ...]) -> str:
+    """up, stalled or down, from a header."""
+    now = time.time_ns()
+    beat_age = (now - words[_Word.HEARTBEAT_NS]) / 1e9
+    if words[_Word.CLOSED] == 1:
+        return "down"
+    if words[_Word.PID_NAMESPACE] == _pid_namespace() != 0:
+        if _process_started(words[_Word.PID]) != words[_Word.PID_STARTED]:
+            return "down"
+    elif beat_age > SILENCE_SECONDS:
+        return "down"
+    frame_age = (now - words[_Word.WRITTEN_NS]) / 1e9
+    return "stalled" if max(beat_age, frame_age) > SILENCE_SECONDS else "up"
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -393,7 +441,7 @@ def discover(directory: Path | None = None) -> list[Path]:
     """Rings of `directory`, without those of earlier instances; default: all directories."""
     places = [directory] if directory is not None else ring_directories()
     found = [path for place in places if place.is_dir() for path in sorted(place.glob("*.ring"))]
-    return [path for path in found if not _ROTATED.search(path.name)]
+    return [path for path in found if not _ROTATED.fullmatch(path.name)]
 
 
 def open_default(name: str, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> tuple[RingWriter, list[str]]:
@@ -443,14 +491,24 @@ def _set_aside(path: Path) -> None:
             return
     except OSError as error:
         raise RingError(f"{path} cannot be written ({error.strerror}): choose another with --ring FILE") from None
-    with RingReader(path) as earlier:
-        if earlier.status() != "down":
-            raise RingError(f"{path} is being written by process {earlier.pid}: give each engine a --ring of its own")
-        stem = path.name.removesuffix(".ring")
-        path.rename(path.with_name(f"{stem}.{earlier.instance}.ring"))
-    kept = [file for file in path.parent.glob(f"{stem}.*.ring") if _ROTATED.search(file.name)]
-    for file in sorted(kept, key=lambda file: file.stat().st_mtime)[:-KEPT]:
-        file.unlink(missing_ok=True)
+    file = _open(path)
+    try:
+        # A truncated one will do: its remains are kept like any other's, and its engine can start again.
+        words = _read_header(file, path)
+        identity = _read_identity(file, path, words)
+    finally:
+        os.close(file)
+    if _status(words) != "down":
+        raise RingError(f"{path} is being written by process {words[_Word.PID]}: give each engine a --ring of its own")
+    stem = path.name.removesuffix(".ring")
+    try:
+        path.rename(path.with_name(f"{stem}.{identity.instance}.ring"))
+    except OSError as error:
+        raise RingError(f"{path} cannot be moved away ({error.strerror}): choose another with --ring FILE") from None
+    matches = ((other, _ROTATED.fullmatch(other.name)) for other in path.parent.iterdir())
+    kept = [other for other, match in matches if match is not None and match[1] == stem]
+    for oldest in sorted(kept, key=lambda other: other.stat().st_mtime)[:-KEPT]:
+        oldest.unlink(missing_ok=True)
 
 
 def _padded(length: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from aiohttp import web
 from kvlens import KvlensError
 from kvlens.engine.engine import Engine
 from kvlens.engine.serve.app import build_app
+
+# What another port cures: it is taken, or only the administrator may use it. The rest is wrong with the address.
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
 class ServeError(KvlensError):
@@ -42,10 +46,12 @@ async def serve(engine: Engine, config: ServeConfig) -> None:
         try:
             await site.start()
         except OSError as error:
+            option = "--port" if error.errno in PORT_ERRORS else "--host"
             raise ServeError(
-                f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose another with --port"
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose another with {option}"
             ) from None
-        print(f"kvlens engine ready on http://{config.host}:{runner.addresses[0][1]}", flush=True)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        print(f"kvlens engine ready on http://{host}:{runner.addresses[0][1]}", flush=True)
         await stop.wait()
     finally:
         await runner.cleanup()

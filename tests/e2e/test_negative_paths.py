@@ -8,8 +8,11 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -64,6 +67,71 @@ async def test_a_body_that_cannot_be_read_names_the_place(a_server, body, says) 
     assert server.engine.memory.rows.req_generation.sum() == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "headers", "expected"),
+    [
+        ({"top_p": 1e-300}, {}, 200),
+        ({"top_k": 2**63 - 1}, {}, 200),
+        ({"temperature": 1e-300}, {}, 200),
+        ({"seed": -(2**63)}, {}, 200),
+        ({"stop_token_ids": [-1, 2**62]}, {}, 200),
+        ({"max_tokens": 2**62, "ignore_eos": True}, {}, 200),
+        ({}, {"traceparent": b"\xff"}, 200),
+        ({"top_k": 2**64}, {}, 400),
+        ({"seed": 2**70}, {}, 400),
+        ({"prompt": [2**70]}, {}, 400),
+        ({}, {"X-Request-Id": b"\xff\xfe"}, 400),
+        ({"rid": "x" * 200}, {}, 400),
+    ],
+)
+async def test_no_value_stops_the_engine_for_those_who_come_next(stage_engine, fields, headers, expected) -> None:
+    """Observed, because ids and traces also go into frames. With nothing else to do a stopped engine is soon found."""
+    url = stage_engine.url
+    body = json.dumps({"model": "builtin", "prompt": "x", "max_tokens": 2, "temperature": 1.0, **fields}).encode()
+    assert await status_of(url, body, headers) == expected
+    status, answer = await post(url, {"model": "builtin", "prompt": "x", "max_tokens": 2})
+    assert status == 200, answer
+
+
+@pytest.fixture(scope="module")
+def stage_engine(staging, tmp_path_factory) -> Iterator[Any]:
+    """A real process with its flight recorder, as small as it answers fast."""
+    with staging.stage_in(tmp_path_factory.mktemp("negative")) as stage:
+        yield stage.engine("--context-length", "64", "--pool-slots", "256")
+
+
+async def status_of(url: str, body: bytes, headers: dict[str, bytes]) -> int:
+    """By hand: HTTP clients refuse to send bytes that are no text."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    lines = [b"%b: %b" % (name.encode(), value) for name, value in headers.items()]
+    head = [b"POST /v1/completions HTTP/1.1", b"Host: x", b"Connection: close", b"Content-Length: %d" % len(body)]
+    writer.write(b"\r\n".join([*head, *lines, b"", body]))
+    status = (await reader.readline()).split()[1]
+    await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return int(status)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        (["They", ""], "the prompt has no tokens"),
+        ([[5], [5] * 2000], "prompt has 2,000 tokens"),
+        ([[5], [99999]], "ids outside"),
+        ([[5]] * 20, "20 prompts are more than the 14 requests"),
+    ],
+)
+async def test_an_answer_of_which_one_prompt_cannot_be_costs_no_slot_at_all(a_server, prompts, says) -> None:
+    server = await a_server(max_running=4, max_queued=10)
+    status, answer = await post(server.url, {"model": "builtin", "prompt": prompts, "max_tokens": 50})
+    assert status == 400 and says in answer["error"]["message"], answer
+    assert await server.settled()
+    assert server.engine.memory.rows.req_generation.sum() == 0
+    assert next(server.engine._numbers) == 1  # not one was submitted and taken back
+
+
 async def test_a_prompt_longer_than_the_pool_says_how_big_the_pool_must_be(a_server) -> None:
     server = await a_server(pool_slots=64)
     status, answer = await post(server.url, {"model": "builtin", "prompt": [5] * 100})
@@ -98,7 +166,9 @@ async def test_an_id_that_is_in_use_is_refused_and_the_first_one_goes_on(a_serve
     server = await a_server()
     body = {"model": "builtin", "prompt": "They", "max_tokens": 300, "rid": "mine", "ignore_eos": True}
     first = asyncio.ensure_future(post(server.url, body))
+    deadline = time.monotonic() + 30
     while "mine" not in server.engine.scheduler.live:
+        assert time.monotonic() < deadline, "the first request never came"
         await asyncio.sleep(0.01)
     status, answer = await post(server.url, body)
     assert status == 400 and answer["error"]["code"] == "duplicate_id"

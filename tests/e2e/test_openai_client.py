@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import time
+from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvlens.engine.model.config import resolve_model
 
 PROMPT = "It is a truth universally acknowledged, that"
 GREEDY = " it is not a sad change of mind which I have been used to think of. I have been too much in"
@@ -136,23 +143,42 @@ async def test_the_second_turn_hits_the_prefix_cache(client) -> None:
 # -- hanging up, aborting, flushing -----------------------------------------------------------------------------------
 
 
+async def the_running_request(server):
+    """The one request that has begun to answer; fails when there is none for 30 s."""
+    deadline = time.monotonic() + 30
+    while not server.engine.scheduler.running.reqs:
+        assert time.monotonic() < deadline, "nothing runs"
+        await asyncio.sleep(0.005)
+    (req,) = server.engine.scheduler.running.reqs
+    return req
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_disconnects_aborts_its_request(server, stream) -> None:
     body = {"model": "builtin", "prompt": "They " * 20, "max_tokens": 900, "stream": stream, "ignore_eos": True}
     async with aiohttp.ClientSession() as session:
-        request = asyncio.ensure_future(session.post(f"{server.url}/v1/completions", json=body))
+        asked = asyncio.ensure_future(session.post(f"{server.url}/v1/completions", json=body))
+        req = await the_running_request(server)
         if stream:
-            response = await request
+            response = await asked
             await response.content.readline()
             response.close()
         else:
-            while not server.engine.scheduler.running.reqs:
-                await asyncio.sleep(0.01)
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
-    running = [req for req in server.engine.scheduler.live.values() if len(req.output_ids) >= 899]
-    assert not running
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
     assert await server.settled()
+    assert (req.finish.kind, req.finish.message) == ("abort", "the client went away")
+    assert len(req.output_ids) < 900
+
+
+async def test_a_stream_that_the_client_closes_aborts_its_request(client, server) -> None:
+    stream = await client.chat.completions.create(
+        model="builtin", messages=[{"role": "user", "content": "They"}], stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    req = await the_running_request(server)
+    await stream.close()
+    assert await server.settled() and req.finish.message == "the client went away"
 
 
 async def test_a_request_is_aborted_by_its_id(client, server) -> None:
@@ -218,3 +244,55 @@ async def test_mistakes_are_the_clients_own_exceptions_and_cost_no_slot(client, 
         await client.chat.completions.create(model="builtin", messages=[])
     assert server.engine.is_idle and await server.settled()
     assert server.engine.memory.rows.req_generation.sum() == 0
+
+
+async def test_an_error_tells_the_client_which_field_and_a_code(client) -> None:
+    for arguments, param, code in (
+        ({"model": "gpt-5", "prompt": "x"}, "model", "model_not_found"),
+        ({"model": "builtin", "prompt": "x", "n": 2}, "n", "invalid_request"),
+        ({"model": "builtin", "prompt": []}, "prompt", "empty_prompt"),
+        ({"model": "builtin", "prompt": "x", "extra_body": {"max_tokens": "many"}}, "max_tokens", "invalid_request"),
+        ({"model": "builtin", "prompt": "It is a truth. " * 9000}, "prompt", "context_length_exceeded"),
+    ):
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.completions.create(**arguments)
+        assert (refused.value.param, refused.value.code) == (param, code)
+        assert refused.value.type == "invalid_request_error"
+
+
+# -- another model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A random Llama of `transformers`, with the bundled tokenizer."""
+    torch.manual_seed(3)
+    shape = LlamaConfig(
+        vocab_size=2048, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=256, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("models") / "tiny-random"
+    LlamaForCausalLM(shape).save_pretrained(directory)
+    shutil.copy(resolve_model("builtin") / "tokenizer.json", directory)
+    return directory
+
+
+async def test_a_checkpoint_of_transformers_answers_under_its_own_name(a_server, checkpoint) -> None:
+    server = await a_server(model=str(checkpoint))
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id async for model in client.models.list()] == ["tiny-random"]
+        ids = server.engine.tokenizer.encode(PROMPT)
+        answer = await client.completions.create(
+            model="tiny-random", prompt=PROMPT, max_tokens=20, temperature=0, extra_body={"ignore_eos": True}
+        )
+        model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        with torch.no_grad():
+            told = model.generate(
+                torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), do_sample=False,
+                max_new_tokens=20, min_new_tokens=20, pad_token_id=0, eos_token_id=2047,
+            )  # fmt: skip
+        assert answer.choices[0].text == server.engine.tokenizer.decode(told[0, len(ids) :].tolist())
+        assert answer.usage.completion_tokens == 20
+        with pytest.raises(openai.NotFoundError, match="model builtin is not served here: use tiny-random"):
+            await client.completions.create(model="builtin", prompt="x")
+    assert await server.settled()

@@ -105,7 +105,67 @@ def test_a_frame_that_is_too_big_is_cut_and_says_so(a_run) -> None:
         run.ask(30, answer=2)
     run.until_idle()
     assert run.last.dropped_events > 10
-    assert all(len(payload) < 2000 for payload in run.payloads)
+    assert all(len(payload) <= 600 for payload in run.payloads)
+
+
+def test_after_events_were_cut_the_next_frame_tells_all_rows(a_run) -> None:
+    run = a_run(largest=900)
+    run.ask(6, answer=50)
+    run.step(3)
+    for _ in range(7):
+        run.ask(6, answer=50)
+    run.step(1)
+    assert not run.last.is_key and run.last.events == [] and run.last.dropped_events > 7
+    run.step(1)
+    assert run.last.is_key
+    assert sorted(run.ledger.rows) == active_pool_idxs(run.scheduler.view).tolist()
+    assert len(run.ledger.rows) > 1
+
+
+@pytest.mark.parametrize("largest", [100, 300, 700, 2000, 5000])
+def test_no_queue_and_no_leak_is_too_big_to_go_on_serving(a_run, largest) -> None:
+    run = a_run(largest=largest, slots=2048)
+    for _ in range(200):
+        run.ask(6, answer=12)
+    run.step(3)
+    run.lose(run.scheduler.running.reqs[0])
+    while not run.scheduler.is_idle:
+        run.step()
+    run.heartbeat(6000)
+    assert all(len(payload) <= largest for payload in run.payloads)
+
+
+def test_a_key_frame_too_big_for_its_ring_becomes_a_step_frame(a_run) -> None:
+    run = a_run(largest=300)
+    run.ask(6, answer=12)
+    run.step(1)
+    assert not run.last.is_key and run.last.last_step == 1
+    assert run.last.accounts[0].private == 1
+
+
+def test_a_queue_too_long_for_a_frame_costs_the_names_of_who_waits_and_nothing_else(a_run) -> None:
+    run = a_run(largest=2500, slots=2048)
+    reqs = [run.ask(6, answer=150) for _ in range(300)]
+    run.step(1)
+    run.step(105)
+    key = next(frame for frame in reversed(run.frames) if frame.is_key)
+    held = {req.number for req in reqs if req.kv.holds_kv}
+    assert {name[0] for name in key.names} == held == set(memoryview(key.columns.requests).cast("q"))
+    assert key.identity == run.identity and key.events
+    assert run.last.dropped_events == run.frames[0].dropped_events
+
+
+def test_what_a_census_found_outlives_its_pool_map(a_run) -> None:
+    run = a_run(page_size=1, slots=2048, largest=2000)
+    reqs = [run.ask(6, answer=60) for _ in range(8)]  # rows grow in turns: each slot is a run of its own
+    run.step(40)
+    run.lose(reqs[0])
+    (census,) = [event for event in run.last.events if isinstance(event, CensusTaken)]
+    assert census.truncated and census.owners == [] and {part.row for part in census.unowned} == {
+        int(row) for row, phase in zip(
+            memoryview(run.last.columns.rows).cast("i"), run.last.columns.phases, strict=True
+        ) if phase == Phase.ORPHAN
+    }  # fmt: skip
 
 
 def test_what_is_untold_at_the_end_is_told_and_the_end_is_clean(a_run) -> None:
@@ -171,14 +231,38 @@ def test_more_slots_than_there_are_is_a_negative_remainder_never_clamped(a_run) 
     assert failed["full-pool-balances"]["residual"] == -2
 
 
-def test_lengths_that_contradict_each_other_are_told_once(a_run) -> None:
-    run = a_run()
-    req = run.ask(10, answer=50)
+def test_lengths_that_contradict_each_other_are_told_once_for_each_row(a_run) -> None:
+    run = a_run(slots=1024)
+    reqs = [run.ask(10, answer=200), run.ask(9, answer=200), run.ask(9, answer=200)]
     run.step(3)
-    req.kv.kv_committed_len += 3
-    run.step(3)
+    for req in reqs[:2]:
+        req.kv.kv_committed_len += 3
+    run.step(20)
     failed = [event for event in run.events(CheckFailed) if event.check == "committed-within-allocated"]
-    assert [(event.row, event.request) for event in failed][:1] == [(req.kv.req_pool_idx, req.number)]
+    assert sorted((event.row, event.request) for event in failed) == sorted(
+        (req.kv.req_pool_idx, req.number) for req in reqs[:2]
+    )
+
+
+def test_lengths_that_stay_wrong_are_told_each_minute_and_anew_when_they_are_wrong_again(a_run) -> None:
+    run = a_run()
+    req = run.ask(10, answer=200)
+    run.step(3)
+
+    def told() -> int:
+        return sum(event.check == "committed-within-allocated" for event in run.events(CheckFailed))
+
+    req.kv.kv_committed_len += 3
+    run.step(2)
+    run.step(1, ms=59_000)
+    assert told() == 1
+    run.step(2, ms=1_000)
+    assert told() == 2
+    req.kv.kv_committed_len -= 3
+    run.step(2)
+    req.kv.kv_committed_len += 3
+    run.step(2)
+    assert told() == 3
 
 
 def test_a_protected_length_off_its_page_border_is_told(a_run) -> None:

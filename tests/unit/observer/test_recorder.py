@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import struct
@@ -76,6 +77,45 @@ def test_a_reader_that_joins_late_begins_with_the_oldest_record_and_lost_nothing
         records = reader.read()
         assert records[-1] == (200, payloads(200)[-1])
         assert records[0].sequence > 100 and reader.lost == 0
+    writer.close()
+
+
+@pytest.mark.parametrize("before", [0, 10])
+def test_what_is_overwritten_before_the_first_read_is_lost_too(path: Path, before: int) -> None:
+    writer = a_writer(path)
+    written = payloads(200)
+    for payload in written[:before]:
+        writer.append(payload)
+    with RingReader(path) as reader:
+        for payload in written[before:]:
+            writer.append(payload)
+        records = reader.read()
+        assert reader.lost == 200 - len(records) > 0
+        assert [record.payload for record in records] == written[reader.lost :]
+    writer.close()
+
+
+def test_a_reader_overtaken_between_the_header_and_the_records_believes_no_later_lap(path: Path) -> None:
+    writer = a_writer(path)
+    written = payloads(400, size=104)  # 128 bytes with their frame: every lap's records lie where the last one's did
+    with RingReader(path) as reader:
+        for payload in written[:20]:
+            writer.append(payload)
+        read_words, late = reader._words, iter(written[20:])
+
+        def words() -> tuple[int, ...]:
+            """What the header says, and then the writer runs on before the records are copied."""
+            found = read_words()
+            for payload in itertools.islice(late, 45):
+                writer.append(payload)
+            return found
+
+        reader._words = words
+        records = reader.read()
+        assert all(record.payload == written[record.sequence - 1] for record in records)
+        sequences = [record.sequence for record in records]
+        assert sequences == sorted(set(sequences)) and sequences[-1] == 400
+        assert len(records) + reader.lost == 400
     writer.close()
 
 
@@ -155,6 +195,22 @@ def test_a_file_of_an_earlier_instance_is_kept_beside_it_and_only_the_last_three
         assert reader.read() == [(1, b"d")]
 
 
+@pytest.mark.parametrize("neighbour", ["engine.two.ring", "engine.[1].ring"])
+def test_a_neighbours_earlier_files_are_nobody_elses_to_delete(path: Path, neighbour: str) -> None:
+    for instance in "abc":
+        a_writer(path.with_name(neighbour), instance * 32).close()
+    for instance in "abcdef":
+        a_writer(path, instance * 32).close()
+    kept = sorted(file.name for file in path.parent.iterdir() if file.name.startswith(neighbour.removesuffix("ring")))
+    assert kept == sorted([neighbour, *(neighbour.replace("ring", f"{instance * 32}.ring") for instance in "ab")])
+
+
+def test_earlier_files_of_a_name_with_brackets_are_three_as_well(path: Path) -> None:
+    for instance in "abcdef":
+        a_writer(path.with_name("engine[1].ring"), instance * 32).close()
+    assert len(list(path.parent.iterdir())) == 4
+
+
 def test_a_reader_sees_that_its_file_was_replaced_and_can_read_it_to_the_end(path: Path) -> None:
     writer = a_writer(path)
     writer.append(b"last words")
@@ -170,6 +226,12 @@ def test_discovery_leaves_out_earlier_instances(path: Path) -> None:
     for instance in "ab":
         a_writer(path, instance * 32).close()
     assert discover(path.parent) == [path]
+
+
+def test_discovery_finds_an_engine_whose_name_ends_like_a_number(path: Path) -> None:
+    ring = path.with_name("host.12345678.ring")
+    a_writer(ring).close()
+    assert discover(path.parent) == [ring]
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
@@ -188,6 +250,48 @@ def test_a_file_that_is_no_ring_is_not_overwritten(path: Path) -> None:
     with pytest.raises(RingError, match="is no flight recorder"):
         a_writer(path)
     assert path.read_bytes().startswith(b"somebody's thesis")
+
+
+def test_a_truncated_file_of_a_dead_engine_is_kept_and_its_engine_starts_again(path: Path) -> None:
+    a_writer(path).close()
+    os.truncate(path, HEADER + 300)
+    with pytest.raises(RingError, match="is truncated to 4,396 of 8,192 bytes: restart its engine for a new one"):
+        RingReader(path)
+    a_writer(path, "b" * 32).close()
+    assert path.with_name(f"engine.{'a' * 32}.ring").stat().st_size == HEADER + 300
+    with RingReader(path) as reader:
+        assert reader.instance == "b" * 32
+
+
+def test_a_truncated_file_of_a_living_engine_stays_its_own(path: Path) -> None:
+    writer = a_writer(path)
+    os.truncate(path, HEADER)  # short of records only: another store into the header is no fault
+    with pytest.raises(RingError, match=f"being written by process {os.getpid()}"):
+        a_writer(path, "b" * 32)
+    writer.close()
+
+
+def test_a_directory_or_a_pipe_is_no_ring(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(RingError, match="is no file: give --ring the file of an engine"):
+            RingReader(place)
+
+
+def test_a_short_file_of_somebody_else_is_not_called_a_truncated_ring(path: Path) -> None:
+    path.write_text("a note")
+    with pytest.raises(RingError, match="is no flight recorder"):
+        RingReader(path)
+
+
+@pytest.mark.parametrize("word, value", [(2, 0), (2, 17), (11, 1), (11, 1 << 60)])
+def test_a_damaged_header_says_what_to_do(path: Path, word: int, value: int) -> None:
+    a_writer(path).close()
+    with path.open("r+b") as file:
+        file.seek(8 * word)
+        file.write(struct.pack("<Q", value))
+    with pytest.raises(RingError, match=r"has a damaged header \(.*delete it and restart its engine"):
+        RingReader(path)
 
 
 def test_a_file_of_another_version_says_which(path: Path) -> None:
