@@ -1,7 +1,7 @@
 # kvlens: `make demo` shows it, `make test` tests it; each sets up what it needs in .venv.
 
 PYTHON ?= python3
-# The CPU build is enough for everything here; README says how to choose another.
+# A CPU build is enough for everything here; CONTRIBUTING says how to choose another.
 TORCH ?= torch==2.13.0
 ARGS ?=
 BIN := .venv/bin

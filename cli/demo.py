@@ -36,8 +36,14 @@ class DemoConfig:
     seconds: float | None = None
     """None: until the dashboard is closed, or 20 when headless."""
     fault: str | None = None
-    """Switched on once, a quarter into the run."""
+    """Switched on once, a quarter into the run; after 5 s when it has no end."""
     users: int = 8
+
+    def users_of(self, url: str) -> UsersConfig:
+        """Under a fault, more of what it needs: prompts in chunks, and people who hang up."""
+        if self.fault is None:
+            return UsersConfig(url, users=self.users)
+        return UsersConfig(url, users=self.users, hang_up=0.2, long_prompts=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class HeadlessRun:
     async def run(self) -> dict[str, Any]:
         """The summary, with the keys of `kvlens demo --json`."""
         stop = asyncio.Event()
-        users = SyntheticUsers(UsersConfig(self._stage.engine.url, users=self._config.users))
+        users = SyntheticUsers(self._config.users_of(self._stage.engine.url))
         asking = asyncio.create_task(users.run(stop))
         async with aiohttp.ClientSession() as session:
             started = time.monotonic()
@@ -192,12 +198,14 @@ class BackgroundUsers:
         self._loop.run_until_complete(self._ask())
 
     async def _ask(self) -> None:
-        users = SyntheticUsers(UsersConfig(self._stage.engine.url, users=self._config.users))
+        users = SyntheticUsers(self._config.users_of(self._stage.engine.url))
         asking = asyncio.ensure_future(users.run(self._stop))
         if self._config.fault:
-            await asyncio.sleep(5)
-            async with aiohttp.ClientSession() as session:
-                await switch_fault(session, self._stage.engine.url, self._config.fault)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), (self._config.seconds or 20) / 4)
+            if not self._stop.is_set():
+                async with aiohttp.ClientSession() as session:
+                    await switch_fault(session, self._stage.engine.url, self._config.fault)
         await self._stop.wait()
         asking.cancel()
         with contextlib.suppress(asyncio.CancelledError):

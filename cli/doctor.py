@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 from collections.abc import Iterator
 from importlib.resources import files
@@ -12,6 +11,7 @@ import msgspec
 
 from kvlens import KvlensError, __version__
 from kvlens.cli.http import ask_observer
+from kvlens.exporters.otlp import endpoint_of
 from kvlens.observer.frames import FrameError, decode
 from kvlens.observer.recorder import RingError, RingReader, discover, ring_directory
 from kvlens.observer.schema import State
@@ -55,23 +55,26 @@ class Report(msgspec.Struct):
         return not self.problems
 
 
-def examine(url: str) -> Report:
+def examine(url: str, token: str | None = None) -> Report:
     """Looks at this machine and at the observer at `url`; never raises for what it finds."""
     problems: list[str] = []
     rooms = {room: _room(room) for room in _ROOMS}
     problems += [f"{room}: {state}" for room, state in rooms.items() if room not in _EXTRAS and state != "installed"]
     recorders = list(_recorders(problems))
-    if not os.access(ring_directory(), os.W_OK):
-        problems.append(f"{ring_directory()} is not writable: give `kvlens serve --ring FILE`, or set XDG_RUNTIME_DIR")
+    try:
+        rings = str(ring_directory())
+    except RingError as error:
+        rings = "none"
+        problems.append(str(error))
     return Report(
         kvlens=__version__,
         python=platform.python_version(),
         rooms=rooms,
         device=_device(rooms["engine"] == "installed"),
         model=_bundled_model(),
-        ring_directory=str(ring_directory()),
+        ring_directory=rings,
         recorders=recorders,
-        observer=_observer(url, problems),
+        observer=_observer(url, token, problems),
         otlp=_otlp(),
         problems=problems,
     )
@@ -139,9 +142,9 @@ def _depth(reader: RingReader) -> float | None:
     return reader.written_at - decode(oldest[0].payload).wall_ns / 1e9 if oldest else None
 
 
-def _observer(url: str, problems: list[str]) -> str:
+def _observer(url: str, token: str | None, problems: list[str]) -> str:
     try:
-        state = ask_observer(url, "/api/v1/state", State)
+        state = ask_observer(url, "/api/v1/state", State, token)
     except KvlensError as error:
         return str(error)
     blind = {rule: why for engine in state.engines for rule, why in engine.rules.items() if why != "ok"}
@@ -151,5 +154,7 @@ def _observer(url: str, problems: list[str]) -> str:
 
 
 def _otlp() -> str:
-    endpoints = [name for name in os.environ if name.startswith("OTEL_EXPORTER_OTLP") and name.endswith("ENDPOINT")]
-    return ", ".join(f"{name}={os.environ[name]}" for name in endpoints) or "off: no OTEL_EXPORTER_OTLP_ENDPOINT"
+    sent = {signal.lower(): address for signal in ("TRACES", "METRICS", "LOGS") if (address := endpoint_of(signal))}
+    return (
+        ", ".join(f"{signal} to {address}" for signal, address in sent.items()) or "off: no OTEL_EXPORTER_OTLP_ENDPOINT"
+    )

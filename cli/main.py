@@ -111,7 +111,7 @@ def observe(
     store: Annotated[Path | None, typer.Option(help="Findings database; default: the state directory.")] = None,
     token: Token = None,
 ) -> None:
-    """The daemon: follows flight recorders (every local one unless told), judges, exports."""
+    """The daemon: follows flight recorders (yours in the ring directory unless told), judges, exports."""
     from kvlens.cli.observe import run_observe
 
     run_observe(rings=ring or [], host=host, port=port, store=store, token=token)
@@ -134,11 +134,12 @@ def top(
 def doctor(
     url: Annotated[str, typer.Option(help="The observer to look for.")] = OBSERVER,
     json: Json = False,
+    token: Token = None,
 ) -> None:
     """What is installed, on what device, what is reachable, what is misconfigured."""
     from kvlens.cli.doctor import examine, report_lines
 
-    report = examine(url)
+    report = examine(url, token)
     if json:
         print_json(report)
     else:
@@ -216,13 +217,14 @@ def faults_list(json: Json = False) -> None:
 def faults_enable(
     name: Annotated[str, typer.Argument(help="See `kvlens faults list`.")],
     url: Annotated[str, typer.Option(help="An engine started with --allow-faults.")] = ENGINE,
-    times: Annotated[int | None, typer.Option(min=1, help="How often; without: until disabled.")] = None,
+    times: Annotated[int, typer.Option(min=1, help="How often.")] = 1,
+    always: Annotated[bool, typer.Option(help="Every time, until it is disabled.")] = False,
 ) -> None:
     """Switch a fault on in a running engine."""
     from kvlens.cli.faults import switch
 
     _known_fault(name)
-    switch(url, name, enabled=True, times=times)
+    switch(url, name, enabled=True, times=None if always else times)
     typer.echo(f"{name} is on")
 
 
@@ -244,7 +246,7 @@ def dashboards_build(
     out: Annotated[Path, typer.Option(help="Directory for the JSON and YAML files.")] = Path("dashboards/built"),
     runbooks: Annotated[str | None, typer.Option(help="Address of docs/runbooks, for the alerts' links.")] = None,
 ) -> None:
-    """Write the Grafana dashboard and the alert rules."""
+    """Write the Grafana dashboard and the alert rules; in a checkout, docs/metrics.md too."""
     from kvlens.cli.dashboards import build_to
 
     for path in build_to(out, runbooks):

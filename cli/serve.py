@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ def run_serve(options: dict[str, Any]) -> None:
     given = {name: getattr(value, "value", value) for name, value in options.items() if name in names}
     plan = EnginePlan.make(EngineConfig(**{name: value for name, value in given.items() if value is not None}))
     torch.set_num_threads(plan.threads)
-    name = options["engine_name"] or f"{options['host']}:{options['port']}"
+    # Engines on any free port must not share a name: it is their label in every metric.
+    name = options["engine_name"] or f"{options['host']}:{options['port'] or f'pid-{os.getpid()}'}"
     recorder = Recorder(options["ring"], options["ring_mib"]) if options["observed"] else None
     probe = build_probe(plan, name, recorder) if recorder is not None else None
     try:

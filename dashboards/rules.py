@@ -14,7 +14,7 @@ RUNBOOKS = "docs/runbooks"
 
 JOB = "kvlens"
 """What Prometheus calls the scrape of an observer."""
-RETURNED_TWICE = ("over_release", "double_free", "held_and_free", "slots_held_twice")
+RETURNED_TWICE = ("over_release", "held_and_free", "slots_held_twice")
 """Kinds of findings where slots are not missing but have too many owners."""
 
 

@@ -70,11 +70,12 @@ class Api:
         return _json(self._daemon.snapshot())
 
     async def rows(self, request: web.Request) -> web.Response:
-        limit = request.query.get("limit", "1000")
-        if not limit.isdigit():
-            return _error(400, f"limit is {limit!r}: give a number of rows")
+        given = request.query.get("limit", "1000")
+        limit = int(given) if given.isascii() and given.isdigit() else -1
+        if limit < 0:
+            return _error(400, f"limit is {given!r}: give a number of rows")
         rows = row_states(self._daemon.watches)
-        return _json({"rows": rows[: int(limit)], "total": len(rows), "at": self._daemon.snapshot().at})
+        return _json({"rows": rows[:limit], "total": len(rows), "at": self._daemon.snapshot().at})
 
     async def request(self, request: web.Request) -> web.Response:
         rid = request.match_info["rid"]
@@ -163,7 +164,7 @@ def _bearer(token: str) -> Any:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if request.path not in _OPEN_PATHS and not hmac.compare_digest(given, expected):
             return _error(401, "this observer wants a bearer token: send the one it was started with (--token)")
         return await handler(request)

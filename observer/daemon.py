@@ -97,7 +97,8 @@ class Daemon:
             await site.start()
         except OSError as error:
             raise ObserveError(
-                f"cannot listen on {self.config.host}:{self.config.port} ({error.strerror}): choose another with --port"
+                f"cannot listen on {self.config.host}:{self.config.port} ({error.strerror}): choose another with "
+                "--port or --host"
             ) from None
         return int(runner.addresses[0][1])
 
@@ -144,6 +145,8 @@ class Daemon:
                 print(f"kvlens: {problem}", file=sys.stderr, flush=True)
 
     def _discover(self) -> None:
+        # A dead engine whose file is gone has nothing more to say.
+        self.watches = [watch for watch in self.watches if watch.status != "down" or watch.source.path.exists()]
         known = {watch.source.path for watch in self.watches}
         for path in discover():
             if path in known:

@@ -72,9 +72,10 @@ class Applied:
 class Ledger:
     """Follows one engine instance. Who joins late, or loses frames, is right again after the next key frame."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, tallies: TallyBook | None = None) -> None:
+        """tallies: what was counted of earlier instances, to be continued."""
         self.identity = identity
-        self.tallies = TallyBook()
+        self.tallies = tallies or TallyBook()
         self.stories = Stories()
         self.rows: dict[int, HeldRow] = {}
         self.accounts: dict[str, PoolAccount] = {}
@@ -88,6 +89,7 @@ class Ledger:
         self._decoded = 0
         self._generated = 0
         self._gap_from = 0
+        self._dropped = 0
         self._joined_since: list[int] = []
         self._rate: deque[tuple[float, int]] = deque()
         self._scratch = TallyBook()
@@ -120,9 +122,8 @@ class Ledger:
             self._resynchronise(frame, frame.columns)
         self._counting.counts["frames"] += 1
         self._counting.counts["probe_ns"] += frame.probe_ns
-        self._counting.counts["dropped_events"] = max(
-            self._counting.counts["dropped_events"], 0 if replay else frame.dropped_events
-        )
+        self._counting.counts["dropped_events"] += max(0, frame.dropped_events - self._dropped)
+        self._dropped = frame.dropped_events
         self.frame = frame
         self.allocated_max = max(self.allocated_max, frame.allocated_tokens)
         self.committed_max = max(self.committed_max, frame.committed_tokens)
@@ -135,6 +136,8 @@ class Ledger:
     def lost(self, frames: int) -> None:
         """That many frames were overwritten before they were read."""
         self.tallies.counts["frames_lost"] += frames
+        self._gap_from = 0  # the time to the next token is not one gap
+        self._joined_since = []
 
     def _resynchronise(self, frame: Frame, columns: RowColumns) -> None:
         """A key frame says everything about held rows; what events told before is only kept where it adds to that."""

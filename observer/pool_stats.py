@@ -92,7 +92,7 @@ class PoolStatsObserver:
         self._names: dict[int, tuple[int, str, str | None]] = {}
         self._tenants: dict[int, tuple[int, str, str | None]] = {}
         self._residuals: dict[str, int] = {}
-        self._wrong: dict[str, dict[tuple[int, int], int]] = {}
+        self._wrong: dict[tuple[str, int, int], int] = {}
         self._first_step = -1
         self._framed = self._keyed = self._censused = -(1 << 62)
         self._mode = ""
@@ -105,6 +105,7 @@ class PoolStatsObserver:
             RowTaken: self._taken,
             RowReturned: self._returned,
             CheckFailed: self._failed,
+            CacheFlushed: self._flushed,
         }
 
     # -- events -----------------------------------------------------------------------------------------------------
@@ -132,6 +133,9 @@ class PoolStatsObserver:
     def _returned(self, event: RowReturned) -> None:
         self._tenants.pop(event.row, None)
 
+    def _flushed(self, event: CacheFlushed) -> None:
+        self._tenants.clear()
+
     def _failed(self, event: CheckFailed) -> None:
         """Published before the caller goes on: in strict mode it raises next, and no quiet moment comes."""
         self._alarm = True
@@ -140,7 +144,8 @@ class PoolStatsObserver:
     def _publish_between(self) -> None:
         """Tell the events now, beside the accounts of the last quiet moment."""
         last = self._last
-        if last is None:
+        if last is None:  # nothing was looked at yet
+            self._publish(self._clock(), 0, 0, "idle", 0, 0, [], (0, 0), None)
             return
         self._publish(
             self._clock(), last.last_step, last.last_step, last.mode, last.running, last.waiting, last.accounts,
@@ -234,27 +239,26 @@ class PoolStatsObserver:
     def _check_lengths(self, view: EngineView, holders: Holders) -> None:
         """P <= C <= A of every holder (the lengths are stored in that order), and P on a page border."""
         lengths = view.lengths.take(holders.rows, 1)
-        disordered: NDArray[np.bool_] = np.any(lengths[1:3] < lengths[0:2], axis=0)
-        self._report_rows(view, CHECKS.committed_within_allocated, holders, disordered)
         page = view.pools[0].page_size
-        if page > 1:
-            unaligned = (lengths[PROTECTED] % page).astype(np.bool_)
-            self._report_rows(view, CHECKS.protected_page_aligned, holders, unaligned)
+        # One look at all rows together: this runs with every frame, and next to never is one of them wrong.
+        if self._wrong or (lengths[1:3] < lengths[:2]).any() or (page > 1 and (lengths[PROTECTED] % page).any()):
+            self._report_lengths(view, holders, lengths, page)
 
-    def _report_rows(self, view: EngineView, check: Check, holders: Holders, wrong: NDArray[np.bool_]) -> None:
-        """Tell each tenancy that is wrong (bool [holders]) when it begins to be, and from time to time while it is."""
-        known = self._wrong.get(check.name)
-        if not known and not wrong.any():
-            return
-        told = self._wrong[check.name] = {}
-        now = self._clock()
-        for row in holders.rows[wrong].tolist():
-            tenancy = row, int(view.generations[row])
-            told[tenancy] = known.get(tenancy, -self.REPEAT_NS) if known else -self.REPEAT_NS
-            if now - told[tenancy] >= self.REPEAT_NS:
-                told[tenancy] = now
-                lengths = dict(zip(("P", "C", "A"), view.lengths[:3, row].tolist(), strict=True))
-                self._tell(self._check_failed(view, check, f"row {row}", lengths, row))
+    def _report_lengths(self, view: EngineView, holders: Holders, lengths: NDArray[np.int32], page: int) -> None:
+        """Tell each tenancy that is wrong when it begins to be, and from time to time while it is."""
+        known, self._wrong, now = self._wrong, {}, self._clock()
+        for check, wrong in (
+            (CHECKS.committed_within_allocated, np.any(lengths[1:3] < lengths[:2], axis=0)),
+            (CHECKS.protected_page_aligned, (lengths[PROTECTED] % page).astype(np.bool_)),
+        ):
+            for row in holders.rows[wrong].tolist():
+                tenancy = check.name, row, int(view.generations[row])
+                told = known.get(tenancy)
+                if told is None or now - told >= self.REPEAT_NS:
+                    told = now
+                    facts = dict(zip(("P", "C", "A"), view.lengths[:3, row].tolist(), strict=True))
+                    self._tell(self._check_failed(view, check, f"row {row}", facts, row))
+                self._wrong[tenancy] = told
 
     def _check_failed(
         self, view: EngineView, check: Check, hint: str, facts: dict[str, int], row: int = -1

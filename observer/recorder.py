@@ -53,6 +53,10 @@ class RingError(KvlensError):
     """A ring file that cannot be written or read; the message says what to do."""
 
 
+class RingInUse(RingError):
+    """A live engine writes that file."""
+
+
 class _Word(IntEnum):
     """Index of each u64 of the header."""
 
@@ -452,6 +456,8 @@ def open_default(name: str, identity: Identity, capacity: int = DEFAULT_CAPACITY
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             return RingWriter(directory / file, identity, capacity), passed
+        except RingInUse:
+            raise  # another directory would only hide one engine behind the other
         except (OSError, RingError) as error:
             passed.append(str(error))
     raise RingError(f"no place for a flight recorder: {'; '.join(passed)}: give --ring FILE, or --unobserved")
@@ -499,7 +505,10 @@ def _set_aside(path: Path) -> None:
     finally:
         os.close(file)
     if _status(words) != "down":
-        raise RingError(f"{path} is being written by process {words[_Word.PID]}: give each engine a --ring of its own")
+        raise RingInUse(
+            f"{path} is being written by process {words[_Word.PID]}: give each engine a --ring or an "
+            "--engine-name of its own"
+        )
     stem = path.name.removesuffix(".ring")
     try:
         path.rename(path.with_name(f"{stem}.{identity.instance}.ring"))

@@ -150,8 +150,6 @@ class Store:
                 self.commit(earlier, self.cursor(earlier), [(subject, resolved(finding, now))])
 
     def all(self, limit: int = 1000) -> list[Finding]:
-        """Newest first."""
-        return [
-            msgspec.json.decode(body, type=Finding)
-            for (body,) in self._db.execute("SELECT body FROM findings ORDER BY opened_at DESC LIMIT ?", (limit,))
-        ]
+        """What is not resolved first, then the newest; at most `limit`."""
+        query = "SELECT body FROM findings ORDER BY state = 'resolved', opened_at DESC LIMIT ?"
+        return [msgspec.json.decode(body, type=Finding) for (body,) in self._db.execute(query, (limit,))]

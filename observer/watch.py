@@ -40,6 +40,7 @@ class Watch:
         self.lag_seconds = 0.0
         self._store = store
         self._cursor = 0
+        self._resumed = False
         self._subjects: dict[str, str] = {}
 
     @property
@@ -60,6 +61,11 @@ class Watch:
             self.ledger.lost(poll.lost)
             news.events.append(self._event("frames_lost", {"frames": poll.lost}))
         last = self._cursor
+        if self._resumed and poll.frames:
+            self._resumed = False
+            if (missed := poll.frames[0][0] - self._cursor - 1) > 0:  # overwritten while no observer ran
+                self.ledger.lost(missed)
+                news.events.append(self._event("frames_lost", {"frames": missed}))
         for sequence, frame in poll.frames:
             replay = sequence <= self._cursor
             applied = self.ledger.apply(frame, replay=replay)
@@ -72,7 +78,8 @@ class Watch:
             self.applied_at = time.time()
             self.lag_seconds = max(0.0, self.applied_at - poll.frames[-1][1].wall_ns / 1e9)
             news.fresh = True
-        changed += self._look_at_status(news)
+        if not poll.more:
+            changed += self._look_at_status(news)
         if changed or last > self._cursor:
             self._keep(last, changed)
         return news
@@ -84,17 +91,21 @@ class Watch:
             self._keep(self._cursor, self._announce(self.book.reconcile([], now), news))
         self._store.resolve_predecessors(identity, time.time())
         self._cursor = self._store.cursor(identity)
+        self._resumed = self._cursor > 0
         stored = self._store.unresolved(identity)
         self._subjects = {finding.id: subject for subject, finding in stored}
-        self.ledger, self.book = Ledger(identity), FindingBook(identity, stored)
+        # Counters restart with the observer, not with the engine.
+        tallies = self.ledger.tallies if self.ledger is not None else None
+        self.ledger, self.book = Ledger(identity, tallies), FindingBook(identity, stored)
         self.status = "up"
         news.events.append(self._event("engine_up", {"instance": identity.instance}))
 
     def _reconcile(self, now: float, news: News) -> list[Finding]:
         assert self.ledger is not None and self.book is not None
-        claims = [] if self.source.is_closed else judge(self.ledger)
-        if self.status == "down" and not self.source.is_closed:
-            claims.append(self._down())
+        claims = judge(self.ledger)
+        if self.status == "down":
+            # Read to its end: what an engine held that stopped cleanly is gone with it.
+            claims = [] if self.source.is_closed else [*claims, self._down()]
         return self._announce(self.book.reconcile(claims, now), news)
 
     def _announce(self, changes: Changes, news: News) -> list[Finding]:
@@ -142,6 +153,9 @@ class Watch:
             self.ledger.identity, sequence, [(self._subjects[finding.id], finding) for finding in newest.values()]
         )
         self._cursor = sequence
+        if self.book is not None:
+            still = {finding.id for finding in self.book.open()}
+            self._subjects = {id: subject for id, subject in self._subjects.items() if id in still}
 
     def acknowledge(self, finding_id: str) -> Finding | None:
         """Somebody is on it; None when it is not an open finding of this engine."""

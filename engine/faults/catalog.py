@@ -19,7 +19,7 @@ FAULTS = {
     info.name: info
     for info in (
         FaultInfo(
-            "abort-skips-release", "orphan_row", "An aborted request that holds KV leaves without the release path."
+            "abort-skips-release", "orphan_row", "An aborted request that holds slots leaves without the release path."
         ),
         FaultInfo(
             "chunk-reuses-released-row", "record_reused_after_release",

@@ -57,9 +57,9 @@ class Faults:
     def _release(self, release: Callable[..., None]) -> Callable[..., None]:
         def wrapped(req: Req, *, is_insert: bool) -> None:
             ended = req.to_finish is not None
-            if ended and req.kv.holds_kv and self._fires("abort-skips-release"):
-                return
             private = req.kv.kv_allocated_len - req.kv.cache_protected_len
+            if ended and req.kv.holds_kv and private > 0 and self._fires("abort-skips-release"):
+                return
             if not ended and is_insert and private > 0 and self._fires("double-free"):
                 self._free_twice(req, release)
                 return

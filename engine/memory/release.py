@@ -23,9 +23,11 @@ def release_kv_cache(req: Req, memory: KvMemory, *, is_insert: bool = True) -> N
     | [ceil(C), A)   | freed here, by whole pages: no page twice, none left out       |
 
     `is_insert` False is for KV that is wanted back at once, or was not computed to its end. Afterwards the record holds
-    no row, A is 0, and C still says how far the request got. Raises KvContractError (strict) before anything is touched
-    when the record is not held, or its lengths contradict each other; in report mode a record that is not held is left
-    alone, and lengths are brought into order.
+    no row, A is 0, and C still says how far the request got.
+
+    Raises KvContractError (strict) before anything is touched when the record is not held, or its lengths contradict
+    each other. In report mode a record that holds nothing is left alone; one that contradicts itself loses its lock and
+    its claim (a row it still had is then found as an orphan); and lengths are brought into order.
     """
     started_ns = time.monotonic_ns()
     record, contracts = req.kv, memory.contracts
@@ -36,6 +38,8 @@ def release_kv_cache(req: Req, memory: KvMemory, *, is_insert: bool = True) -> N
         request=req.number,
         hint="what it says it holds cannot be told; nothing is freed",
     ):
+        memory.cache.dec_lock_ref(req.last_node)
+        req.last_node = None
         record.disown()
         record.mark_kv_released()
         return

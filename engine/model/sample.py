@@ -46,7 +46,9 @@ def _draw(logits: Tensor, params: list[SamplingParams], uniform: list[float]) ->
     probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
     before = probabilities.cumsum(dim=-1) - probabilities
     top_p = torch.tensor([chosen.top_p for chosen in params], device=device)[:, None]
-    kept = probabilities.masked_fill(before >= top_p, 0.0)  # the token that crosses top_p stays
+    cut = before >= top_p  # the token that crosses top_p stays
+    cut[:, 0] = False  # and the likeliest one, however small top_p is
+    kept = probabilities.masked_fill(cut, 0.0)
     reached = kept.cumsum(dim=-1)
     target = torch.tensor(uniform, device=device)[:, None] * reached[:, -1:]
     place = torch.searchsorted(reached, target, right=True).clamp(max=vocabulary - 1)

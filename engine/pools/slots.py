@@ -160,7 +160,6 @@ class SlotAllocator(ABC):
         known = pages[(pages >= 1) & (pages <= self.pages)]
         held = known[self._held[known]]
         if len(held):
-            # Clearing the bits and counting what was cleared finds repetitions without sorting.
             _, first = np.unique(held, return_index=True)
             distinct = held if len(first) == len(held) else held[np.sort(first)]
         else:

@@ -18,6 +18,10 @@ def judge(ledger: Ledger) -> Iterable[Claim]:
     for census in ledger.censuses.values():
         if census.held_and_free:
             yield _claim(ledger, census, Kind.HELD_AND_FREE, census.held_and_free, "are held and in the free list")
+        account = ledger.key_accounts.get(census.pool)
+        if census.duplicate_free and (account is None or account.unaccounted >= 0):
+            # As many are missing as are there twice; otherwise the balance shows it.
+            yield _claim(ledger, census, Kind.OVER_RELEASE, census.duplicate_free, "are in the free list twice")
         if census.held_twice:
             yield _claim(ledger, census, Kind.HELD_TWICE, census.held_twice, "have two owners")
 

@@ -20,8 +20,8 @@ def judge(ledger: Ledger) -> Iterable[Claim]:
 
 def _claim(ledger: Ledger, held: HeldRow) -> Claim:
     slots, owner = orphan_slots(ledger, held), Owner.of(ledger, held.request)
-    census = ledger.censuses.get("full")
-    ranges = [part for part in census.unowned if part.row == held.row] if census is not None else []
+    census, tenancy = ledger.censuses.get("full"), (held.row, held.generation)
+    ranges = [part for part in census.unowned if (part.row, part.generation) == tenancy] if census is not None else []
     evidence = {
         "residual_slots": slots, "protected_tokens": held.protected, "committed_tokens": held.committed,
         "allocated_tokens": held.allocated,

@@ -42,7 +42,7 @@ HEALTHY = [
       for state in ("free", "evictable", "protected", "private", "session")),
     series("kvlens_pool_slots", "0x240", pool="full", state="unaccounted"),
     series("kvlens_findings_open", "0x240", kind="orphan_row", severity="critical"),
-    series("kvlens_findings_open", "0x240", kind="double_free", severity="critical"),
+    series("kvlens_findings_open", "0x240", kind="over_release", severity="critical"),
     series("kvlens_findings_open", "0x240", kind="engine_down", severity="critical"),
     series("kvlens_findings_total", "5x240", kind="orphan_row", severity="critical"),
     series("kvlens_assertions_total", "7x240", check="free-slots-unique"),
@@ -75,8 +75,8 @@ STORIES = [
     ),
     Story(
         "KvlensOverRelease",
-        [series("kvlens_findings_open", "0x10 1x60 0x170", kind="double_free", severity="critical")], "2m", "7m",
-        ENGINE | {"kind": "double_free"}, "slots of e have two owners, or were returned twice (double_free)",
+        [series("kvlens_findings_open", "0x10 1x60 0x170", kind="over_release", severity="critical")], "2m", "7m",
+        ENGINE | {"kind": "over_release"}, "slots of e have two owners, or were returned twice (over_release)",
     ),
     Story(
         "KvlensAssertionFired", [series("kvlens_assertions_total", "7x10 8x230", check="free-slots-unique")],

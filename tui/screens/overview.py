@@ -33,7 +33,7 @@ class OverviewScreen(Screen[None]):
         yield PoolBars(id="pools")
         yield FindingList(id="findings")
         with Vertical(id="held"):
-            yield Static(id="caption")
+            yield Static(id="caption", markup=False)
             yield RowTable(id="rows")
         yield Input(placeholder="words to look for in engine, row, request, phase, trace", id="filter")
         yield Footer()
@@ -102,7 +102,7 @@ class OverviewScreen(Screen[None]):
     def on_row_table_opened(self, event: RowTable.Opened) -> None:
         row = event.row
         if row.request_id is None:
-            self.notify(f"row {row.row} was taken before this observer looked: its request is not known")
+            self.notify(f"row {row.row} was taken before this observer looked: its request is not known", markup=False)
         else:
             self.app.push_screen(TimelineScreen(row.request_id))
 

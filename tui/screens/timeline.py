@@ -28,10 +28,10 @@ class TimelineScreen(Screen[None]):
         self._details: list[str] = []
 
     def compose(self) -> ComposeResult:
-        yield Static(id="request")
-        yield Static(_finding_text(self._finding) if self._finding is not None else "", id="finding")
+        yield Static(id="request", markup=False)
+        yield Static(_finding_text(self._finding) if self._finding is not None else "", id="finding", markup=False)
         yield DataTable(id="entries", cursor_type="row")
-        yield Static(id="detail")
+        yield Static(id="detail", markup=False)
         yield Footer()
 
     def on_mount(self) -> None:

@@ -187,6 +187,7 @@ def test_a_collector_that_never_answers_holds_nobody_up(no_otel: pytest.MonkeyPa
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         no_otel.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        no_otel.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
         no_otel.setattr("kvlens.exporters.otlp.CLOSE_SECONDS", 0.2)
         sink = OtlpSink.from_environment()
         assert sink is not None
@@ -200,3 +201,7 @@ def test_a_collector_that_never_answers_holds_nobody_up(no_otel: pytest.MonkeyPa
 
         threading.Thread(target=live, daemon=True).start()
         assert done.wait(20)  # left to the SDK, shutting down takes 30 s
+        # What was left behind ends here: the SDK's retries draw random numbers, which other tests would notice.
+        for thread in threading.enumerate():
+            if thread.name == "kvlens-otlp-close":
+                thread.join(30)

@@ -129,8 +129,9 @@ def test_an_aborted_request_that_would_be_retracted_can_be_lost_too() -> None:
     admission.RESERVE_MOST = admission.RESERVE_LEAST = admission._reserve = 0.0
     for rid in ("a", "b"):
         rig.submit(rid, 14, 60)
-    rig.engine.memory.slots.alloc(100)
-    rig.run(steps=3)
+    rig.run(steps=6)
+    slots = rig.engine.memory.slots
+    slots.alloc(slots.available_size())  # the next token of both does not fit any more
     rig.faults.enable("abort-skips-release")
     rig.engine.abort("b")
     ends = rig.run()

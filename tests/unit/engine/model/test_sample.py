@@ -44,6 +44,10 @@ def test_top_p_keeps_the_token_that_crosses_it() -> None:
     assert set(draws(SamplingParams(temperature=1.0, top_p=probabilities[0] + 0.01))) == {1, 4}
 
 
+def test_a_top_p_too_small_for_a_float_leaves_the_likeliest() -> None:
+    assert set(draws(SamplingParams(temperature=1.0, top_p=1e-300), 50)) == {1}
+
+
 def test_a_draw_depends_on_seed_or_number_and_position_alone() -> None:
     seeded, free = SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=1.0)
     greedy = SamplingParams()
