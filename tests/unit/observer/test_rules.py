@@ -236,3 +236,32 @@ def test_a_second_leak_is_a_second_finding(lost) -> None:
     changes = book.reconcile(judge(run.ledger), 11.0)
     assert len(changes.opened) == 1 and len(book.open()) == 2
     assert len({finding.row for finding in book.open()}) == 2
+
+
+def test_the_rest_of_an_account_that_moves_is_no_news(a_run) -> None:
+    run = a_run(page_size=4)
+    req = run.ask(10, answer=20)
+    run.ask(10, answer=60)
+    run.step(3)
+    slots = run.memory.slots
+    kept = slots.free_segment, slots.free_segments
+    slots.free_segment, slots.free_segments = (lambda *_: None), (lambda *_: None)
+    run.scheduler.abort(req.rid)
+    run.step(1)
+    slots.free_segment, slots.free_segments = kept
+    book = FindingBook(run.identity)
+    assert len(book.reconcile(judge(run.ledger), 1.0).opened) == 1
+    for second in range(2, 6):
+        run.step(4, ms=300)
+        assert not book.reconcile(judge(run.ledger), float(second))
+
+
+def test_a_slot_that_is_free_twice_while_another_is_missing_is_told(a_run) -> None:
+    run = a_run(page_size=1)
+    run.ask(10, answer=90)
+    run.step(3)
+    ring = run.memory.slots._ring
+    ring._ids[ring._head + 5] = ring._ids[ring._head + 6]
+    run.step(1, ms=6000)
+    kinds = {claim.kind for claim in judge(run.ledger)}
+    assert Kind.OVER_RELEASE in kinds

@@ -150,6 +150,43 @@ def test_a_crash_is_a_finding_beside_the_leak_and_a_clean_end_resolves_all(an_en
     assert watch.book.open() == []
 
 
+def test_a_leak_in_an_engine_that_stopped_before_anyone_looked_is_kept(an_engine, path, store) -> None:
+    engine = an_engine()
+    leak(engine)
+    engine.writer.close()
+    Watch(RingSource(path), store).poll()
+    (finding,) = store.all()
+    assert (finding.kind, finding.request_id, finding.state) == (Kind.ORPHAN_ROW, "r1", FindingState.RESOLVED)
+
+
+def test_counters_go_on_over_a_restart_of_the_engine(an_engine, path, store) -> None:
+    engine = an_engine("1")
+    watch = Watch(RingSource(path), store)
+    engine.run.ask(5, answer=2)
+    engine.run.until_idle()
+    watch.poll()
+    engine.dies()
+    successor = an_engine("2")
+    successor.run.ask(5, answer=2)
+    successor.run.until_idle()
+    for _ in range(3):
+        watch.poll()
+    assert watch.identity.instance == "2" * 32
+    assert watch.ledger.tallies.requests["length"] == 2
+
+
+def test_frames_that_were_overwritten_while_no_observer_ran_are_counted(an_engine, path, store) -> None:
+    engine = an_engine()
+    engine.run.ask(5, answer=200)
+    engine.run.step(2)
+    Watch(RingSource(path), store).poll()
+    for _ in range(3000):
+        engine.writer.append(engine.run.payloads[-1])
+    watch = Watch(RingSource(path), store)
+    (lost,) = [event.data["frames"] for event in watch.poll().events if event.kind == "frames_lost"]
+    assert watch.ledger.tallies.counts["frames_lost"] == lost > 0
+
+
 def test_lost_frames_are_counted_and_told(an_engine, path, store) -> None:
     engine = an_engine()
     watch = Watch(RingSource(path), store)

@@ -193,3 +193,17 @@ async def test_no_engine_is_no_mistake(an_app, views) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         assert "no engine yet" in app.screen.query_one("#status").render().plain
+
+
+async def test_text_that_looks_like_markup_is_shown_as_it_is(an_app, views) -> None:
+    view = views["healthy"]()
+    odd = msgspec.structs.replace(view.rows[0], request_id="a[/b]", row=5)
+    app = an_app(view.answered(view.now, view.state, (odd,), 1))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("slash", "left_square_bracket", "slash", "enter")
+        await settle(pilot)
+        assert "filter: [/" in str(app.screen.query_one("#caption").render())
+        await pilot.press("enter")
+        await settle(pilot)
+        assert "a[/b]: HTTP 404" in str(app.screen.query_one("#request").render())
