@@ -321,8 +321,8 @@ class EngineView(Protocol):
         """Running number of the request that last took each row, [rows + 1]; 0 before the first."""
         ...
 
-    def row_slots(self, row: int) -> NDArray[np.int64]:
-        """The whole line of the request-to-token table; positions beyond A are stale."""
+    def row_slots(self, row: int) -> NDArray[np.int32]:
+        """The whole line of the request-to-token table, not a copy; positions beyond A are stale."""
         ...
 
     @property

@@ -87,7 +87,7 @@ def _within(slots: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]
 def _private(view: EngineView, row: int, page: int) -> NDArray[np.int64]:
     """Slots of positions [P, ceil(A)) of a held row."""
     protected, allocated = int(view.lengths[PROTECTED, row]), int(view.lengths[ALLOCATED, row])
-    slots = view.row_slots(row)[protected:allocated]
+    slots: NDArray[np.int64] = view.row_slots(row)[protected:allocated].astype(np.int64)
     if page == 1 or not len(slots):
         return slots
     last = int(slots[-1])
@@ -129,7 +129,7 @@ def _attributed(view: EngineView, unowned: NDArray[np.int64], page: int) -> Iter
     yield from _ranges(view, unowned, lost_by)
 
 
-def _lines(view: EngineView) -> Iterable[tuple[int, NDArray[np.int64]]]:
+def _lines(view: EngineView) -> Iterable[tuple[int, NDArray[np.int32]]]:
     """Rows nobody holds, with the slots their lines reference: taken ones first, then the last returned."""
     free = view.free_rows()
     taken = np.concatenate((free, view.holders().rows))

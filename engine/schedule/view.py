@@ -76,8 +76,9 @@ class SchedulerView:
     def tenants(self) -> NDArray[np.int64]:
         return self._memory.rows.tenants
 
-    def row_slots(self, row: int) -> NDArray[np.int64]:
-        slots: NDArray[np.int64] = self._memory.rows.req_to_token[row].astype(np.int64)
+    def row_slots(self, row: int) -> NDArray[np.int32]:
+        slots: NDArray[np.int32] = self._memory.rows.req_to_token[row]
+        slots.flags.writeable = False  # of this view of the line alone
         return slots
 
     @property
