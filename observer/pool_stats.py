@@ -42,11 +42,12 @@ _sum = np.add.reduce
 
 
 class Totals(NamedTuple):
-    """Sums over the holders: C, A, and ceil(A) - P."""
+    """Sums over the holders: C, A, and ceil(A) - P. `in_order`: every record was seen to be consistent."""
 
     committed: int
     allocated: int
     private: int
+    in_order: bool
 
 
 def active_pool_idxs(view: EngineView) -> NDArray[np.int64]:
@@ -174,7 +175,7 @@ class PoolStatsObserver:
         key = changed or turned_idle or started - self._keyed >= (self.ALARM_NS if self._alarm else self.KEY_NS)
         if key or self._urgent or started - self._framed >= self._coalesce_ns:
             self._mode = mode
-            if held:
+            if held and (self._wrong or not totals.in_order):
                 self._check_lengths(view, holders)
             self._publish(
                 started, self._first_step, view.step, mode, held, view.waiting, accounts,
@@ -197,19 +198,21 @@ class PoolStatsObserver:
             lengths = view.lengths.take(holders.rows, 1)
             protected, committed, allocated, _ = _sum(lengths, 1).tolist()
             ceiled = allocated if page == 1 else int(_sum((lengths[ALLOCATED] + (page - 1)) // page)) * page
-            return Totals(committed, allocated, ceiled - protected)
+            return Totals(committed, allocated, ceiled - protected, in_order=False)
         # A handful of rows is read cell by cell: this runs after a forward pass, with everything cold, and then each
         # call of numpy costs more than all of them.
         if holders is not self._holders:
             self._holders, self._rows = holders, holders.rows.tolist()
         cells = view.lengths.data
         committed = allocated = private = 0
+        in_order = True
         for row in self._rows:
-            held = cells[ALLOCATED, row]
-            allocated += held
-            committed += cells[COMMITTED, row]
-            private += -(-held // page) * page - cells[PROTECTED, row]
-        return Totals(committed, allocated, private)
+            p, c, a = cells[PROTECTED, row], cells[COMMITTED, row], cells[ALLOCATED, row]
+            committed += c
+            allocated += a
+            private += -(-a // page) * page - p
+            in_order = in_order and p <= c <= a and p % page == 0
+        return Totals(committed, allocated, private, in_order)
 
     def _balance(self, view: EngineView, accounts: list[PoolAccount]) -> bool:
         """Tell each amount that is off once; True when one has changed, for better or worse."""
