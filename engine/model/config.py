@@ -13,6 +13,9 @@ from kvlens import KvlensError
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
+_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 class ModelError(KvlensError):
     """A checkpoint that cannot be served; the message says why and what would do."""
 
@@ -36,6 +39,8 @@ class ModelConfig:
     context_length: int
     """Tokens of prompt and answer together."""
     tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
     qk_norm: bool
     eos_ids: tuple[int, ...]
     dtype: str
@@ -62,9 +67,7 @@ class ModelConfig:
     def _from(cls, raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> ModelConfig:
         heads = int(raw["num_attention_heads"])
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in ("default", "linear", "llama3"):
-            raise ModelError(f"rotary scaling of type {kind} is not served; default, linear and llama3 are")
+        attention_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and bool(raw.get("attention_bias"))
         return cls(
             architecture=architecture,
             vocab_size=int(raw["vocab_size"]),
@@ -76,9 +79,12 @@ class ModelConfig:
             intermediate_size=int(raw["intermediate_size"]),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            rope_scaling={} if kind == "default" else {**rope, "rope_type": kind},
+            rope_scaling=_rope_scaling(rope),
             context_length=int(raw["max_position_embeddings"]),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            # Qwen2 has biases without saying so, and none behind the attention.
+            qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+            output_bias=attention_bias,
             qk_norm=architecture == "Qwen3ForCausalLM",
             eos_ids=eos_ids,
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
@@ -113,9 +119,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    """Type and numbers of the scaling. Raises KeyError for a number that is not there, ModelError for another type."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelError(f"rotary scaling of type {kind} is not served; default, linear and llama3 are")
+    needed = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_ROPE}[kind]
+    return {"rope_type": kind} | {name: float(rope[name]) for name in needed} if needed else {}
+
+
 def _eos_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     generation = directory / "generation_config.json"
-    ids = (read_json(generation).get("eos_token_id") if generation.is_file() else None) or raw.get("eos_token_id")
+    ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if ids is None:  # 0 is an id too
+        ids = raw.get("eos_token_id")
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (int(ids),)

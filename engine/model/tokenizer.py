@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ class Tokenizer:
             self._backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{path} cannot be read: {error}") from None
+        # Left over from training in some files: a prompt is served whole, and nothing is put around it.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.eos_ids = ModelConfig.load(directory).eos_ids
         settings = directory / "tokenizer_config.json"
         self._settings = read_json(settings) if settings.is_file() else {}
@@ -51,7 +56,7 @@ class Tokenizer:
                 messages=messages, add_generation_prompt=True,
                 bos_token=self._special("bos_token"), eos_token=self._special("eos_token"),
             )  # fmt: skip
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:  # the template's, on these messages
             raise ValueError(f"the chat template refuses these messages: {error}") from None
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
@@ -64,11 +69,27 @@ class Tokenizer:
         source = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")
         if isinstance(source, list):  # several by name
             source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_exception
-        return environment.from_string(source or PLAIN_TEMPLATE)
+        # What published templates count on: these settings, `break`, two functions, and JSON that is not made for HTML.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        environment.filters["tojson"] = _to_json
+        try:
+            return environment.from_string(source or PLAIN_TEMPLATE)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template of {directory} cannot be read: {error}") from None
 
 
 def _raise_exception(message: str) -> None:
     """What templates call to refuse a conversation."""
     raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    """What templates call to tell the model the date."""
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
