@@ -89,6 +89,8 @@ class Daemon:
             await runner.cleanup()
             for sink in self._sinks:
                 sink.close()
+            for watch in self.watches:
+                watch.source.close()
             self.store.close()
 
     async def _listen(self, runner: web.AppRunner) -> int:
@@ -146,8 +148,11 @@ class Daemon:
 
     def _discover(self) -> None:
         # A dead engine whose file is gone has nothing more to say.
-        self.watches = [watch for watch in self.watches if watch.status != "down" or watch.source.path.exists()]
+        for watch in [watch for watch in self.watches if watch.status == "down" and not watch.source.path.exists()]:
+            watch.source.close()
+            self.watches.remove(watch)
         known = {watch.source.path for watch in self.watches}
+        found: list[RingSource] = []
         for path in discover():
             if path in known:
                 continue
@@ -155,9 +160,12 @@ class Daemon:
                 with RingReader(path) as reader:
                     if reader.is_closed:
                         continue  # it ended cleanly before anyone looked: no news
-                self.watches.append(Watch(RingSource(path), self.store))
+                found.append(RingSource(path))
             except RingError:
                 continue  # another version's, or being made: `kvlens doctor` tells
+        # Dead ones first: a live engine of the same name, found beside one, is its successor.
+        found.sort(key=lambda source: source.status != "down")
+        self.watches += [Watch(source, self.store) for source in found]
 
     # -- what the HTTP side asks ------------------------------------------------------------------------------------
 

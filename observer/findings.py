@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import msgspec
 
+from kvlens.engine.probe import SlotRange
 from kvlens.observer.rules.claim import Claim
 from kvlens.observer.schema import Finding, FindingState, Identity
 
@@ -72,6 +73,8 @@ class FindingBook:
 
     def _finding(self, claim: Claim, known: Finding | None, now: float) -> Finding:
         opened_at, opened_step = (known.opened_at, known.opened_step) if known else (now, claim.step)
+        if known is not None and _same_slots(known, claim):
+            claim = _with_owner_of(known, claim)
         return Finding(
             id=known.id if known else self._id(claim),
             kind=claim.kind,
@@ -84,19 +87,18 @@ class FindingBook:
             leaked_rows=claim.leaked_rows,
             row=claim.row,
             generation=claim.generation,
-            # What an earlier look knew of the owner is kept: a story may be forgotten before its leak is.
-            request_id=claim.request_id or (known.request_id if known else None),
-            trace_id=claim.trace_id or (known.trace_id if known else None),
+            request_id=claim.request_id,
+            trace_id=claim.trace_id,
             opened_at=opened_at,
             resolved_at=None,
             opened_step=opened_step,
-            summary=claim.summary if claim.request_id or not known else known.summary,
+            summary=claim.summary,
             evidence=known.evidence if known is not None and _same_amount(known, claim) else claim.evidence,
             runbook=claim.runbook_page,
             accounts=list(claim.accounts),
             slots=list(claim.slots),
-            last_event=claim.last_event or (known.last_event if known else None),
-            site=claim.site or (known.site if known else None),
+            last_event=claim.last_event,
+            site=claim.site,
         )
 
     def _id(self, claim: Claim) -> str:
@@ -107,6 +109,34 @@ class FindingBook:
 
 def resolved(finding: Finding, now: float) -> Finding:
     return msgspec.structs.replace(finding, state=FindingState.RESOLVED, resolved_at=now)
+
+
+def _same_slots(finding: Finding, claim: Claim) -> bool:
+    """The same loss, whoever it is blamed on."""
+    return (finding.leaked_slots, finding.leaked_rows, _merged(finding.slots)) == (
+        claim.leaked_slots, claim.leaked_rows, _merged(claim.slots),
+    )  # fmt: skip
+
+
+def _merged(ranges: Iterable[SlotRange]) -> list[tuple[int, int]]:
+    """Slots as [start, end), cut only where there is a gap."""
+    merged: list[tuple[int, int]] = []
+    for part in sorted(ranges, key=lambda part: part.start):
+        if merged and merged[-1][1] == part.start:
+            merged[-1] = (merged[-1][0], part.end)
+        else:
+            merged.append((part.start, part.end))
+    return merged
+
+
+def _with_owner_of(finding: Finding, claim: Claim) -> Claim:
+    """Who was blamed first is blamed still: stories are forgotten, and rows are taken again, before a leak is gone."""
+    if finding.request_id in (None, claim.request_id):
+        return claim
+    return replace(
+        claim, summary=finding.summary, row=finding.row, generation=finding.generation, request_id=finding.request_id,
+        trace_id=finding.trace_id, last_event=finding.last_event, site=finding.site, slots=tuple(finding.slots),
+    )  # fmt: skip
 
 
 def _same_amount(finding: Finding, claim: Claim) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from kvlens.engine.probe import (
     AbortRequested,
     CacheFlushed,
@@ -24,6 +26,7 @@ from kvlens.engine.probe import (
     RowReturned,
     RowSet,
     RowTaken,
+    SlotRange,
 )
 from kvlens.engine.record import Phase
 from kvlens.observer.schema import Frame, Identity, PoolAccount, RowColumns, Timeline, trace_id_of
@@ -33,6 +36,9 @@ from kvlens.observer.tallies import TallyBook
 RATE_SECONDS: Final = 5.0
 CHECK_SECONDS: Final = 300.0
 """A check that failed is spoken of for that long after its last failure."""
+MOST_FAILED: Final = 1000
+"""Tenancies remembered with a check that failed; beyond that, the one that failed longest ago is forgotten."""
+_PHASES: Final = {int(phase): phase for phase in Phase}
 
 
 @dataclass(slots=True)
@@ -80,7 +86,9 @@ class Ledger:
         self.rows: dict[int, HeldRow] = {}
         self.accounts: dict[str, PoolAccount] = {}
         self.key_accounts: dict[str, PoolAccount] = {}
-        """Accounts of the last key frame: those that `rows` can be compared with."""
+        """Accounts of the last key frame; empty after a flush, until the next one."""
+        self.key_orphans: list[HeldRow] = []
+        """Rows that nobody held at that moment. Beside `rows`, which events move on before the accounts follow."""
         self.key_step = 0
         self.censuses: dict[str, CensusTaken] = {}
         self.failed: dict[tuple[str, int, int, int], FailedCheck] = {}
@@ -96,6 +104,7 @@ class Ledger:
         self._counting = self.tallies
         self._applied = Applied()
         self._offset_ns = 0
+        self._at = 0.0
         self._step = 0
         self._follow: dict[type, Callable[[Any], None]] = {
             RequestQueued: self._queued, RequestScheduled: self._scheduled, ChunkComputed: self._chunk,
@@ -112,6 +121,7 @@ class Ledger:
         self._counting = self._scratch if replay else self.tallies
         self._applied = Applied()
         self._offset_ns = frame.wall_ns - frame.monotonic_ns
+        self._at = frame.wall_ns / 1e9
         self._step = frame.last_step
         for event in frame.events:
             follow = self._follow.get(type(event))
@@ -151,6 +161,7 @@ class Ledger:
             rows[row.row] = row
         self.rows = rows
         self.key_accounts = self.accounts
+        self.key_orphans = [row for row in rows.values() if row.phase is Phase.ORPHAN]
         self.key_step = frame.last_step
         names = frame.names or []
         self.stories.introduce(names, at)
@@ -229,8 +240,8 @@ class Ledger:
 
     def _finished(self, event: RequestFinished) -> None:
         self._counting.requests[event.outcome] += 1
-        story = self.stories.end(event.request)
-        if story is None:
+        story = self.stories.end(event.request) or self.stories.get(event.request)
+        if story is None or story.outcome is not None:
             return
         story.outcome, story.output_tokens, story.cached_tokens = (
             event.outcome,
@@ -262,12 +273,11 @@ class Ledger:
         return held.committed + grown, held.allocated + grown
 
     def _row_taken(self, event: RowTaken) -> None:
-        at = (self.frame.wall_ns if self.frame is not None else 0) / 1e9
         story = self.stories.get(event.request)
         if story is not None:
             story.row = event.row
         self.rows[event.row] = HeldRow(
-            event.row, event.generation, event.request, Phase.WAITING, 0, 0, 0, at, event.site, self._decoded
+            event.row, event.generation, event.request, Phase.WAITING, 0, 0, 0, self._at, event.site, self._decoded
         )
 
     def _row_set(self, event: RowSet) -> None:
@@ -276,7 +286,7 @@ class Ledger:
             return
         if event.phase == Phase.RUNNING != held.phase:
             self._joined_since.append(event.row)
-        held.phase = Phase(event.phase)
+        held.phase = _phase(event.phase)
         held.protected, held.committed = event.protected_tokens, event.committed_tokens
         held.allocated, held.joined = event.allocated_tokens, self._decoded
 
@@ -319,6 +329,8 @@ class Ledger:
 
     def _flushed(self, event: CacheFlushed) -> None:
         self.rows.clear()
+        self.key_accounts = {}
+        self.key_orphans = []
         self.censuses.clear()
         self.failed.clear()
 
@@ -329,12 +341,11 @@ class Ledger:
         self._applied.checks.append(event)
         at = self._wall(event.at_ns)
         key = (event.check, event.row, event.generation, event.request)
-        known = self.failed.get(key)
-        slots = event.facts.get("slots", 0)
-        if known is None:
-            self.failed[key] = FailedCheck(event, at, slots=slots)
-        else:
-            known.last_at, known.count, known.slots = at, known.count + 1, known.slots + slots
+        known = self.failed.pop(key, None) or FailedCheck(event, at, count=0)
+        known.last_at, known.count, known.slots = at, known.count + 1, known.slots + event.facts.get("slots", 0)
+        self.failed[key] = known
+        if len(self.failed) > MOST_FAILED:
+            del self.failed[next(iter(self.failed))]
         story = self.stories.get(event.request) if event.request else None
         if story is not None:
             story.tell(
@@ -348,6 +359,9 @@ class Ledger:
             del self.failed[key]
 
     def _census(self, event: CensusTaken) -> None:
+        before = self.censuses.get(event.pool)
+        if before is not None and before.unowned and event.unowned:
+            event = msgspec.structs.replace(event, unowned=_blamed_first(before.unowned, event.unowned))
         self.censuses[event.pool] = event
 
     # -- questions --------------------------------------------------------------------------------------------------
@@ -373,4 +387,32 @@ def _read_columns(columns: RowColumns, at: float) -> Iterator[HeldRow]:
     for row, generation, protected, committed, allocated, request, phase in zip(
         *ints, requests, columns.phases, strict=True
     ):
-        yield HeldRow(row, generation, request, Phase(phase), protected, committed, allocated, at)
+        yield HeldRow(row, generation, request, _phase(phase), protected, committed, allocated, at)
+
+
+def _phase(value: int) -> Phase:
+    """One that only a later engine knows counts as held, and as not growing."""
+    return _PHASES.get(value, Phase.PREFILL)
+
+
+def _blamed_first(before: list[SlotRange], now: list[SlotRange]) -> list[SlotRange]:
+    """The ranges of `now`; slots that were lost before stay with whom they were blamed on then.
+
+    A slot that nobody owns comes back at a flush only, and that forgets the census. Its row is taken again meanwhile,
+    and a later look at the line would blame whoever came after.
+    """
+    known = sorted((part for part in before if part.row), key=lambda part: part.start)
+    ranges: list[SlotRange] = []
+    for part in now:
+        start = part.start
+        for old in known:
+            if old.end <= start or old.start >= part.end:
+                continue
+            if old.start > start:
+                ranges.append(SlotRange(start, old.start, part.row, part.generation, part.request))
+            end = min(old.end, part.end)
+            ranges.append(SlotRange(max(start, old.start), end, old.row, old.generation, old.request))
+            start = end
+        if start < part.end:
+            ranges.append(SlotRange(start, part.end, part.row, part.generation, part.request))
+    return ranges

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -137,15 +138,18 @@ class Store:
             )
         ]
 
-    def resolve_predecessors(self, identity: Identity, now: float) -> None:
-        """Findings that earlier instances of the same engine left open: what they held is gone with them."""
+    def resolve_predecessors(self, identity: Identity, now: float, before: float = math.inf) -> None:
+        """Findings that earlier instances of the same engine left open: what they held is gone with them.
+
+        before: Unix seconds; what was opened later stays. For an instance that has ended itself: a later one may live.
+        """
         rows = self._db.execute(
             "SELECT instance, subject, body FROM findings WHERE state != 'resolved' AND instance != ?",
             (identity.instance,),
         ).fetchall()
         for instance, subject, body in rows:
             finding = msgspec.json.decode(body, type=Finding)
-            if (finding.engine, finding.rank) == (identity.name, identity.rank):
+            if (finding.engine, finding.rank) == (identity.name, identity.rank) and finding.opened_at < before:
                 earlier = msgspec.structs.replace(identity, instance=instance)
                 self.commit(earlier, self.cursor(earlier), [(subject, resolved(finding, now))])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -89,7 +90,8 @@ class Watch:
         if self.book is not None:
             now = time.time()
             self._keep(self._cursor, self._announce(self.book.reconcile([], now), news))
-        self._store.resolve_predecessors(identity, time.time())
+        is_over = self.source.status == "down"
+        self._store.resolve_predecessors(identity, time.time(), identity.started_at if is_over else math.inf)
         self._cursor = self._store.cursor(identity)
         self._resumed = self._cursor > 0
         stored = self._store.unresolved(identity)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvlens.engine.probe import SlotRange
-from kvlens.engine.record import Phase
 from kvlens.observer.ledger import HeldRow, Ledger
 from kvlens.observer.schema import AccountResidual, Kind, Severity, trace_id_of
 
@@ -60,8 +59,8 @@ class Owner:
 
 
 def orphans(ledger: Ledger) -> list[HeldRow]:
-    """Rows that are taken, and that nobody in queue or batch holds."""
-    return [held for held in ledger.rows.values() if held.phase is Phase.ORPHAN]
+    """Rows that were taken at the last key frame, and that nobody in queue or batch held."""
+    return ledger.key_orphans
 
 
 def orphan_slots(ledger: Ledger, held: HeldRow) -> int:

@@ -34,6 +34,8 @@ class RingSource:
         self._reader: RingReader | None = RingReader(path) if path.exists() else None
         self._announced = False
         self._lost = 0
+        self._pid = 0
+        self._closed = False
 
     @property
     def status(self) -> str:
@@ -50,13 +52,13 @@ class RingSource:
     def is_closed(self) -> bool:
         """The engine ended cleanly."""
         try:
-            return self._reader is not None and self._reader.is_closed
+            return self._reader.is_closed if self._reader is not None else self._closed
         except RingError:
             return False
 
     @property
     def pid(self) -> int:
-        return self._reader.pid if self._reader is not None else 0
+        return self._reader.pid if self._reader is not None else self._pid
 
     def poll(self) -> Poll:
         """Frames since the last call. A successor is only begun when its predecessor has been read to the end."""
@@ -97,6 +99,8 @@ class RingSource:
         return True
 
     def close(self) -> None:
+        """Let go of the file. How its engine ended is remembered until a successor is there."""
         if self._reader is not None:
+            self._closed, self._pid = self.is_closed, self._reader.pid
             self._reader.close()
             self._reader = None

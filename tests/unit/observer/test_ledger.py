@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from kvlens.engine.probe import ChunkComputed, RequestFinished
+from kvlens.engine.probe import CheckFailed, ChunkComputed, RequestFinished
 from kvlens.engine.record import Phase
-from kvlens.observer.ledger import Ledger
+from kvlens.observer.ledger import MOST_FAILED, Ledger
 from kvlens.observer.stories import MOST_ENDED, MOST_ENTRIES, Stories, Story
 
 TRACE = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
@@ -166,3 +167,52 @@ def test_memory_is_bounded_however_many_requests_and_events_there_are() -> None:
         story.tell(float(step), "chunk", step)
     assert len(story.entries) == MOST_ENTRIES
     assert (story.entries[0].step, story.entries[-1].step) == (0, MOST_ENTRIES * 3 - 1)
+
+
+def test_a_row_that_the_first_frame_tells_of_was_taken_then(a_run) -> None:
+    run = a_run()
+    run.ask(10, answer=90)
+    run.step(1)
+    (one,) = run.ledger.rows.values()
+    assert one.taken_at == run.frames[0].wall_ns / 1e9
+
+
+def test_a_phase_that_only_a_later_engine_knows_is_held_and_does_not_grow(a_run) -> None:
+    run = a_run(coalesce_ms=0)
+    run.ask(10, answer=90)
+    run.step(3)
+    key = next(frame for frame in run.frames if frame.is_key and frame.columns.rows)
+    unknown = msgspec.structs.replace(key.columns, phases=b"\xc8" * len(key.columns.phases))
+    ledger = Ledger(run.identity)
+    ledger.apply(msgspec.structs.replace(key, columns=unknown))
+    before = ledger.lengths(ledger.rows[8])
+    ledger.apply(run.last)
+    assert ledger.lengths(ledger.rows[8]) == before
+
+
+def test_checks_that_fail_for_ever_new_tenancies_are_bounded(a_run) -> None:
+    run = a_run()
+    run.ask(5)
+    run.step(1)
+    failures = [
+        CheckFailed(run.now, 1, "locks-balance", request, -1, -1, -1, -1, -1, "", {})
+        for request in [*range(MOST_FAILED), 0, *range(MOST_FAILED, MOST_FAILED + 10)]
+    ]
+    run.ledger.apply(msgspec.structs.replace(run.last, events=failures))
+    assert len(run.ledger.failed) == MOST_FAILED
+    assert run.ledger.failed["locks-balance", -1, -1, 0].count == 2  # it failed again, so others went before it
+    assert ("locks-balance", -1, -1, 1) not in run.ledger.failed
+
+
+def test_a_request_that_a_key_frame_had_no_room_to_name_is_told_to_its_end(a_run) -> None:
+    run = a_run(rows=2)
+    for _ in range(4):
+        run.ask(10, answer=5)
+    run.step(2)
+    key = next(frame for frame in run.frames if frame.is_key)
+    run.ledger.apply(msgspec.structs.replace(key, events=[], names=[]))
+    run.until_idle()
+    ended = [timeline for applied in run.applied for timeline in applied.ended]
+    assert sorted((timeline.request_id, timeline.outcome) for timeline in ended) == [
+        (f"r{number}", "length") for number in (1, 2, 3, 4)
+    ]

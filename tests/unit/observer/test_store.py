@@ -74,6 +74,16 @@ def test_a_successor_resolves_what_its_predecessor_left_open_and_nobody_elses(pa
     store.close()
 
 
+def test_an_instance_that_is_over_resolves_only_what_was_opened_before_it_began(path: Path) -> None:
+    store = Store(path)
+    store.commit(ONE, 4, [("earlier", a_finding("earlier")), ("later", a_finding("later", opened_at=60.0))])
+    store.resolve_predecessors(TWO, 90.0, before=50.0)
+    assert {finding.id: finding.state for finding in store.all()} == {
+        "earlier": FindingState.RESOLVED, "later": FindingState.OPEN,
+    }  # fmt: skip
+    store.close()
+
+
 def test_two_observers_cannot_share_a_store(path: Path) -> None:
     store = Store(path)
     with pytest.raises(StoreError, match=f"in use by the observer with pid {os.getpid()}: stop it, or give --store"):
