@@ -11,8 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 HERE = Path(__file__).parent
+
+# The same examples everywhere, and none that fails for being slow: a red test must be red again.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.load_profile("same")
 
 
 def _beside(name: str) -> ModuleType:
