@@ -163,13 +163,11 @@ class RadixCache(PrefixCache):
         slots = self.row_slots(req, end)
         protected = req.kv.cache_protected_len
         whole = self.floor(end)
-        kept_from = whole
         if is_insert:
             key = np.asarray(req.tokens[:whole], np.int64)
             present, _ = self._insert(key, slots[:whole], req.namespace)
-            kept_from = max(present, protected)
-            self._slots.free_segments([(slots[protected:kept_from], protected), (slots[whole:], whole)])
-            parts = ReleasedParts(whole - kept_from, kept_from - protected, self.ceil(end) - whole)
+            self._slots.free_segments([(slots[protected:present], protected), (slots[whole:], whole)])
+            parts = ReleasedParts(whole - present, present - protected, self.ceil(end) - whole)
         else:
             self._slots.free_segment(slots[protected:], protected)
             parts = ReleasedParts(0, 0, self.ceil(end) - protected)
@@ -228,7 +226,7 @@ class RadixCache(PrefixCache):
         while freed < tokens and self._heap:
             used, _, node = heapq.heappop(self._heap)
             node.queued = False
-            if not node.is_evictable_leaf or node.epoch != self._epoch:
+            if not node.is_evictable_leaf:
                 continue
             if node.used != used:
                 self._offer(node)

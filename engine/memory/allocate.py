@@ -25,12 +25,13 @@ def alloc_for_extend(memory: KvMemory, reqs: Sequence[Req]) -> tuple[NDArray[np.
     Returns the new slots, int64 [sum(extend_end - extend_start)] in request order, and the rows, int64 [B].
     Raises KvOutOfMemory when rows or slots run short; then no request gained a row and no slot was taken.
     """
-    held_before = [req.kv.generation if req.kv.holds_kv else None for req in reqs]
+    held_before = {req: req.kv.generation if req.kv.holds_kv else None for req in reqs}
     rows = memory.rows.alloc(reqs, "alloc_for_extend")
     if rows is None:
-        raise memory.out_of_memory(f"{sum(g is None for g in held_before):,} more rows")
+        raise memory.out_of_memory(f"{sum(g is None for g in held_before.values()):,} more rows")
+    reqs = list(held_before)  # as the row pool does: each request is served once, or its first slots would be lost
     fresh: list[Req] = []
-    for req, generation in zip(reqs, held_before, strict=True):
+    for req, generation in held_before.items():
         if generation != req.kv.generation:
             fresh.append(req)
             if generation is not None:  # the pool refused a released row: nothing computed so far can be trusted

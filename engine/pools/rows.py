@@ -113,19 +113,23 @@ class ReqToTokenPool:
     def free_rows(self, rows: Sequence[int]) -> None:
         """Back to the free list. A row that was not handed out is refused. Raises KvContractError (strict)."""
         for row in rows:
-            if self._contracts.require(
-                CHECKS.row_taken_before_free,
-                1 <= row <= self.size and self._taken[row] == 1,
-                hint="the row is already free; it is not added a second time",
-                facts={"free_row": row},
-            ):
+            if self._is_taken(row):
                 self._taken[row] = 0
                 self.free_slots.append(row)
+
+    def _is_taken(self, row: int) -> bool:
+        return self._contracts.require(
+            CHECKS.row_taken_before_free,
+            1 <= row <= self.size and self._taken[row] == 1,
+            hint="the row is already free; it is not added a second time",
+            facts={"free_row": row},
+        )
 
     def free(self, record: ReqKvInfo, request: int) -> None:
         """Return the row a record holds; the record then holds none and keeps its lengths.
 
-        Raises KvContractError (strict) when it holds none; nothing is freed then.
+        Raises KvContractError (strict) when it holds none, or one that is free already; nothing changed then. In report
+        mode a record whose row is free already only loses its claim.
         """
         if not self._contracts.require(
             CHECKS.free_needs_held_row,
@@ -136,6 +140,9 @@ class ReqToTokenPool:
         ):
             return
         row = record.held_row
+        if not self._is_taken(row):  # asked here too, so that nothing is lost when it raises
+            record.disown()
+            return
         returned = RowReturned(
             self._step(), row, record.generation, request, record.kv_committed_len, record.kv_allocated_len
         )

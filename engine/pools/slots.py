@@ -170,8 +170,10 @@ class SlotAllocator(ABC):
         return distinct
 
     def _refuse(self, pages: NDArray[np.int64], distinct: NDArray[np.int64], refused: int) -> None:
-        rest = pages[~np.isin(pages, distinct)]
-        culprit = int(rest[0] if len(rest) else pages[0])
+        _, first = np.unique(pages, return_index=True)
+        repeated = np.delete(pages, first)
+        unknown = pages[~np.isin(pages, distinct)]
+        culprit = int(unknown[0] if len(unknown) else repeated[0])
         self._contracts.require(
             CHECKS.free_slots_unique,
             False,

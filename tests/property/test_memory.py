@@ -139,6 +139,11 @@ class Memory(RuleBasedStateMachine):
             owners.update({slot // page * page + i for slot in own for i in range(page)})
         assert owners == Counter(range(page, page + SLOTS))
         assert memory.slots.verify_accounting() == []
+        free, evictable, protected = (
+            memory.slots.available_size(), memory.cache.evictable_size(), memory.cache.protected_size()
+        )  # fmt: skip
+        private = sum(map(self._owned, self.chunked + self.running))
+        assert free + evictable + protected + private == SLOTS
 
     @invariant()
     def locks_are_what_the_holders_hold(self) -> None:

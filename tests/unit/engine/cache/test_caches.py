@@ -133,6 +133,15 @@ def test_the_least_recently_used_leaf_goes_first(a_bench) -> None:
     assert [len(cache.match_prefix([token]).indices) for token in (1, 3)] == [0, 1]
 
 
+def test_storing_is_a_use(a_bench) -> None:
+    bench = a_bench()
+    cache = stored(bench, [1])
+    cache.match_prefix([1])
+    stored(bench, [2])
+    cache.evict(1)
+    assert [len(cache.match_prefix([token]).indices) for token in (1, 2)] == [0, 1]
+
+
 def test_a_parent_follows_its_last_child(a_bench) -> None:
     bench = a_bench()
     cache = stored(bench, [1, 2, 3], [1, 2, 4])
@@ -171,11 +180,11 @@ def test_a_fully_cached_prompt_computes_at_least_its_last_token(a_bench) -> None
         assert len(bench.a_request(prompt).prefix_indices) == hit
 
 
-def test_stored_slots_are_a_copy_of_the_row(a_bench) -> None:
+def test_stored_slots_and_tokens_are_copies(a_bench) -> None:
     bench = a_bench()
-    slots = bench.memory.slots.alloc(3)
-    bench.memory.cache.insert([1, 2, 3], slots)
-    slots[:] = 0
+    slots, tokens = bench.memory.slots.alloc(3), np.array([1, 2, 3], np.int64)
+    bench.memory.cache.insert(tokens, slots)
+    slots[:] = tokens[:] = 0
     assert bench.memory.cache.match_prefix([1, 2, 3]).indices.tolist() == [1, 2, 3]
 
 

@@ -9,7 +9,7 @@ from kvlens.engine.contracts import KvContractError, Mode
 from kvlens.engine.memory.allocate import alloc_for_decode, decode_needs
 from kvlens.engine.memory.memory import KvOutOfMemory, build_memory
 from kvlens.engine.memory.release import release_kv_cache
-from kvlens.engine.probe import CheckFailed, KvReleased, RowReturned
+from kvlens.engine.probe import CheckFailed, Evicted, KvReleased, RowReturned
 
 
 def rows_of(*reqs) -> np.ndarray:
@@ -27,6 +27,15 @@ def test_eviction_makes_up_exactly_for_what_is_missing(a_bench) -> None:
     assert bench.account() == (5, 20, 0)
     bench.extend(bench.a_request(list(range(1, 13))))
     assert bench.account() == (1, 12, 0)
+    assert bench.probe.of(Evicted) == [Evicted(asked_tokens=7, freed_tokens=8)]
+
+
+def test_a_request_that_is_in_the_batch_twice_is_served_once_and_loses_no_slot(a_bench) -> None:
+    bench = a_bench(mode=Mode.REPORT)
+    req = bench.a_request([1, 2, 3])
+    assert len(bench.extend(req, req)) == 3
+    assert bench.account() == (61, 0, 0) and bench.memory.rows.available_size() == 3
+    assert [failed.check for failed in bench.probe.of(CheckFailed)] == ["distinct-requests"]
 
 
 def test_decode_opens_a_page_only_at_its_border(a_bench) -> None:
@@ -191,6 +200,46 @@ def test_a_record_that_contradicts_itself_is_refused(a_bench, row, allocated) ->
             assert not req.kv.holds_kv and req.kv.is_kv_released and bench.account() == (64, 0, 0)
 
 
+def test_a_record_that_contradicts_itself_still_gives_its_lock_back(a_bench) -> None:
+    bench = a_bench(mode=Mode.REPORT)
+    release_kv_cache(bench.prefill([1, 2, 3]), bench.memory)
+    req = bench.a_request([1, 2, 3, 4])
+    req.kv.req_pool_idx = 2
+    assert bench.account() == (61, 0, 3)
+    release_kv_cache(req, bench.memory)
+    assert bench.account() == (61, 3, 0) and req.last_node is None
+
+
+def test_a_release_forgets_the_node_it_unlocked(a_bench) -> None:
+    bench = a_bench()
+    req = bench.prefill([1, 2, 3])
+    assert req.last_node is not None
+    release_kv_cache(req, bench.memory)
+    assert req.last_node is None
+
+
+@pytest.mark.parametrize(("committed", "allocated"), [(10, 11), (11, 10)])
+def test_lengths_that_differ_by_one_are_named_in_either_direction(a_bench, committed, allocated) -> None:
+    bench = a_bench()
+    req = bench.a_request(list(range(1, 12)))
+    bench.extend(req)
+    req.kv.kv_committed_len, req.kv.kv_allocated_len = committed, allocated
+    with pytest.raises(KvContractError, match=f"protected 0, committed {committed}, allocated {allocated}"):
+        release_kv_cache(req, bench.memory)
+    assert bench.account() == (53, 0, 0) and req.kv.holds_kv
+
+
+def test_nothing_beyond_what_is_allocated_is_kept_or_freed(a_bench) -> None:
+    bench = a_bench(mode=Mode.REPORT)
+    req = bench.a_request(list(range(1, 13)))
+    bench.extend(req, to=10)
+    req.kv.kv_committed_len = 12
+    release_kv_cache(req, bench.memory)
+    assert bench.account() == (54, 10, 0)
+    assert bench.memory.cache.tree_slots().tolist() == list(range(1, 11))
+    assert [failed.check for failed in bench.probe.of(CheckFailed)] == ["committed-within-allocated"]
+
+
 def test_committed_and_allocated_that_differ_are_named_and_the_tail_is_freed(a_bench) -> None:
     bench = a_bench(page_size=4, mode=Mode.REPORT)
     req = bench.prefill(list(range(1, 13)))
@@ -207,6 +256,19 @@ def test_committed_and_allocated_that_differ_are_named_and_the_tail_is_freed(a_b
     with pytest.raises(KvContractError, match="protected 12, committed 10, allocated 12"):
         release_kv_cache(req, strict.memory)
     assert strict.account() == before
+
+
+def test_what_was_allocated_beyond_what_was_committed_is_freed_by_whole_pages(a_bench) -> None:
+    bench = a_bench(page_size=4, mode=Mode.REPORT)
+    req = bench.a_request(list(range(1, 21)))
+    bench.extend(req)
+    req.kv.kv_committed_len = 10
+    assert bench.lengths(req)[1:] == (0, 10, 20) and bench.account() == (44, 0, 0)
+    release_kv_cache(req, bench.memory)
+    assert bench.account() == (56, 8, 0)
+    (released,) = bench.probe.of(KvReleased)
+    parts = (released.inserted_tokens, released.duplicate_tokens, released.body_tokens, released.tail_tokens)
+    assert (released.allocated_tokens, parts) == (20, (8, 0, 4, 8))
 
 
 def test_a_retraction_starts_from_an_empty_record_and_needs_a_release_first(a_bench) -> None:

@@ -119,6 +119,23 @@ def test_a_row_cannot_be_returned_twice(probe: Recording) -> None:
     assert pool.available_size() == 4
 
 
+def test_a_record_whose_row_is_free_already_is_untouched_in_strict_mode_and_loses_its_claim_in_report(probe) -> None:
+    for mode in (Mode.STRICT, Mode.REPORT):
+        pool, (one,) = a_pool(probe, mode=mode), requests(1)
+        pool.alloc([one], "test")
+        one.kv.kv_allocated_len = 3
+        pool.free_rows([4])
+        if mode is Mode.STRICT:
+            with pytest.raises(KvContractError, match="row-taken-before-free"):
+                pool.free(one.kv, 1)
+            assert (one.kv.req_pool_idx, one.kv.kv_allocated_len) == (4, 3)
+        else:
+            pool.free(one.kv, 1)
+            assert not one.kv.holds_kv
+        assert sorted(pool.free_slots) == [1, 2, 3, 4]
+    assert not [event for event in probe.events if isinstance(event, RowReturned)]
+
+
 def test_the_same_request_twice_takes_one_row(probe: Recording) -> None:
     pool, (one,) = a_pool(probe), requests(1)
     with pytest.raises(KvContractError, match="distinct-requests"):

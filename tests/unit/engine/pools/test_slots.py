@@ -155,6 +155,15 @@ def test_repeated_and_unknown_ids_in_one_free_are_refused_too(build) -> None:
     assert len(probe.failed) == 2
 
 
+def test_the_slot_that_was_repeated_is_the_one_that_is_named(build) -> None:
+    probe = Recording()
+    allocator = build(mode=Mode.REPORT, probe=probe)
+    taken, page = half(allocator), allocator.page_size
+    first, second = taken[:page], taken[page : 2 * page]
+    allocator.free_segments([(first, 0), (second, page), (second, 2 * page)])
+    assert probe.failed[0].facts == {"slots": page, "first_slot": int(second[0])}
+
+
 def test_frees_inside_a_group_come_when_it_ends_also_by_an_exception(build) -> None:
     allocator = build()
     taken = half(allocator)
